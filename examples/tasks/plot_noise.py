@@ -51,9 +51,8 @@ print(posterior.likelihood)
 # %%
 # See them
 # --------
-# The line is the same in both pictures. On the right the 90 % interval follows the noise. In the gap and beyond the data
-# no residual shows the noise, so lapwing switches to a bound: the interval is at least as wide as on the left. The edges
-# of these regions are steps.
+# The line is the same in both pictures. On the right the 90 % interval follows the noise. In the gap and beyond the
+# data no residual shows the noise. There the interval is at least as wide as on the left, and it widens in a step.
 
 grid = torch.linspace(-1.2, 1.2, 300)[:, None]
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="tight")
@@ -109,11 +108,11 @@ for name, fit in {"one noise variance": constant, "the default": posterior}.item
 # When not to
 # -----------
 #
-# - **Few rows.** With few held-out rows, or few training rows without held-out data, one noise variance stays: a shape
-#   that was fitted to few residuals would mostly show chance.
-# - **You train the network yourself, and noise is what you want to know.** Give it a second output for the log
-#   variance, and fit ``lw.HeteroscedasticGaussian()``. lapwing's noise is linear in the last hidden features, in its
-#   logarithm; a network that was trained for it can learn other shapes.
+# - **Few rows.** With fewer than 30 held-out rows, or 200 training rows if none are held out, one noise variance stays:
+#   a shape that is fitted to few residuals mostly shows chance.
+# - **The noise itself is your question.** Train a network with a second output for the log variance, and fit
+#   ``lw.HeteroscedasticGaussian()``. It can learn any shape. The log variance of the default is a linear function of the
+#   last hidden features, which were trained to predict the mean.
 # - **Skewed errors.** Both tails are equally heavy. Train on the logarithm of positive targets.
-# - **A guarantee.** These intervals cover if the residuals say enough. Conformal prediction guarantees the coverage over
-#   all inputs; ``lapwing.integrations.mapie`` takes the widths from here.
+# - **A guarantee.** These intervals are as good as the residuals from which they come. Conformal prediction guarantees
+#   the coverage over all inputs; ``lapwing.integrations.mapie`` uses the widths of these intervals for it.

@@ -1,4 +1,4 @@
-"""Regression: the Gaussian likelihood, with one noise variance for all outputs or fixed ratios between outputs."""
+"""Regression: the Gaussian likelihood, and the noise of its predictions, which may depend on the input."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ class Gaussian(Likelihood[RegressionPrediction]):
     Targets are (B, C), or (B,) if C = 1. With ratios r the noise variance of output c is `r_c σ²`, and `Λ = diag(1/r)`
     at unit noise. Several numbers for `noise_variance` are stored as their mean σ² and r.
 
+    Predictions of y may have another noise, `y = f + σ(x) t`: a tuning fits a variance σ²(x) that depends on the input,
+    if left-out residuals clearly gain by it. Λ, the evidence and `posterior.noise_variance` keep the constant σ².
+
     Args:
         noise_variance: σ², a **variance** in squared units of y: one number, or C numbers, one for each output. `fit`
             never changes given numbers, and tunes σ² if it is None.
@@ -60,10 +63,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
             `validation=`, or else of the training data, in one more forward pass. Otherwise r is 1, and `validation=`
             may choose ratios after the fit, for outputs (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
-        noise: "constant", equal at all inputs; "input", a variance `log σ²(x) = b + wᵀφ(x)` that a tuning fits to
-            residuals, with the inputs φ of the last treated layer; None: the data decide.
-        tails: "normal"; "student", a Student t with degrees of freedom of its own; None: the data decide, as for
-            `likelihood="gaussian"`. Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
+        noise: "constant" for a noise that is equal at all inputs; "input" for `log σ²(x) = b + wᵀφ(x)`, where φ are
+            the inputs of the last treated layer. None: the data decide. `lw.Evidence()` and `tune=None` fit no noise.
+        tails: distribution of t, which has variance 1. "normal"; "student" for a Student t whose degrees of freedom are
+            tuned (see `StudentT`); None: the data decide, as for `likelihood="gaussian"`.
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.
