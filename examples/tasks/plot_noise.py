@@ -111,8 +111,8 @@ for name, fit in {"one noise variance": constant, "the default": posterior}.item
 # - **Few rows.** With fewer than 30 held-out rows, or 200 training rows if none are held out, one noise variance stays:
 #   a shape that is fitted to few residuals mostly shows chance.
 # - **The noise itself is your question.** Train a network with a second output for the log variance, and fit
-#   ``lw.HeteroscedasticGaussian()``. It can learn any shape. The log variance of the default is a linear function of the
-#   last hidden features, which were trained to predict the mean.
+#   ``lw.HeteroscedasticGaussian()``. It can learn any shape. The log variance of the default is linear in the last
+#   hidden features, which were trained to predict the mean.
 # - **Skewed errors.** Both tails are equally heavy. Train on the logarithm of positive targets.
 # - **A guarantee.** These intervals are as good as the residuals from which they come. Conformal prediction guarantees
 #   the coverage over all inputs; ``lapwing.integrations.mapie`` uses the widths of these intervals for it.

@@ -80,9 +80,8 @@ def fit(
             over the last layer; for all other targets `Full` over all trained weights if that is cheap, KFAC over all
             up to a million, else KFAC over the last layer. A last layer with more than 1 000 outputs gets Diagonal, a
             frozen one KFAC over the trained layers. With `params`, None means KFAC.
-        likelihood: a name such as "categorical" or "gaussian", or an instance. None infers it from the dtype of the
-            targets. For a regression by None or "gaussian" the tuning decides by residuals whether the noise depends on
-            the input, and whether it has Student t tails. `lw.Gaussian(noise="constant")` keeps one normal noise.
+        likelihood: a name such as "categorical", or an instance. None infers it from the dtype of the targets. For
+            "gaussian", and for None with floats, residuals decide on the noise and its tails: see `Gaussian`.
         params: parameters to treat. None means all trained ones if `method` is given.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}. None tunes it.
         prior_mean: μ0: a number for all weights, or {parameter: tensor}, with 0 for the rest.
@@ -92,8 +91,7 @@ def fit(
             `sample_weights`, `forward`, `memory`, `checkpoint`, `every` and `progress`.
         tune: how to tune δ and σ² if they are not given. `BoundedEvidence()`, `Evidence()` and, for a regression,
             `Refit()` need no held-out data; `Validation(loader)` and `EarlyStopping(loader)` do. The default is
-            `BoundedEvidence()`, or `Refit()` for a regression on a small table: it trains a fresh copy of the network
-            for seconds. None means δ = 1 and σ² the mean squared residual.
+            `BoundedEvidence()`, or `Refit()` for a small table. None means δ = 1 and σ² the mean squared residual.
         validation: held-out data, in any form that `loader` accepts, on which the network was not trained; a few
             hundred samples give the best calibration. `Validation` tunes δ on them, and the logit temperature of a
             classifier, or σ², the noise and the tails of a regression. Excludes `tune`.
@@ -108,9 +106,8 @@ def fit(
             twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs.
         seed: seed of all random choices.
         checkpoint: path of a file from which a killed fit continues, to the same posterior: call `lw.fit` again with
-            the same arguments, and a loader that repeats its order. The file is written after each pass, and within
-            passes that sum over data once a minute or every `every` batches. The end of the fit removes it.
-        every: number of batches between two writes of the checkpoint within a pass; None writes once a minute.
+            the same arguments, and a loader that repeats its order. The end of the fit removes it.
+        every: batches between two writes within a pass over data; None: a minute. Each pass ends with a write, too.
         progress: whether to show a bar; None shows it on a terminal and in a notebook.
 
     Returns:

@@ -51,9 +51,6 @@ class Gaussian(Likelihood[RegressionPrediction]):
     Targets are (B, C), or (B,) if C = 1. With ratios r the noise variance of output c is `r_c σ²`, and `Λ = diag(1/r)`
     at unit noise. Several numbers for `noise_variance` are stored as their mean σ² and r.
 
-    Predictions of y may have another noise, `y = f + σ(x) t`: a tuning fits a variance σ²(x) that depends on the input,
-    if left-out residuals clearly gain by it. Λ, the evidence and `posterior.noise_variance` keep the constant σ².
-
     Args:
         noise_variance: σ², a **variance** in squared units of y: one number, or C numbers, one for each output. `fit`
             never changes given numbers, and tunes σ² if it is None.
@@ -64,9 +61,9 @@ class Gaussian(Likelihood[RegressionPrediction]):
             may choose ratios after the fit, for outputs (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
         noise: "constant" for a noise that is equal at all inputs; "input" for `log σ²(x) = b + wᵀφ(x)`, where φ are
-            the inputs of the last treated layer. None: the data decide. `lw.Evidence()` and `tune=None` fit no noise.
-        tails: distribution of t, which has variance 1. "normal"; "student" for a Student t whose degrees of freedom are
-            tuned (see `StudentT`); None: the data decide, as for `likelihood="gaussian"`.
+            the inputs of the last treated layer, and a tuning fits b and w to residuals; None: the data decide.
+        tails: "normal"; "student", a Student t with tuned degrees of freedom; None: the data decide, as for
+            `likelihood="gaussian"`. Noise and tails enter only predictions of y: Λ and the evidence keep σ².
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.

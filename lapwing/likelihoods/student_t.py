@@ -21,8 +21,7 @@ class StudentT(Gaussian):
     """`y = f + e`, where e is a Student t with ν degrees of freedom and the variance σ².
 
     The fit equals the fit of `lw.Gaussian`: Λ and the evidence have normal noise of variance σ². The tails enter only
-    the predictions of y: their density, intervals, quantiles, draws and CRPS. A smaller ν means more errors that are
-    very large. With `likelihood="gaussian"` the data decide between such tails and normal ones.
+    predictions of y: their density, intervals, quantiles, draws and CRPS. A smaller ν means more very large errors.
 
     Args:
         df: ν, at least 3. None: a tuning chooses it; without a tuning the predictions are normal.

@@ -49,9 +49,8 @@ class Refit(Tuning):
     random numbers do not change.
 
     `lw.fit` uses it by default for regressions without held-out data if a copy is cheap: for tables (B, D) of floats of
-    at most 20 000 rows, and at most 40 000 trained weights, all in layers with `reset_parameters`. If no copy can be
-    made, `tune=lw.Refit()` warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger
-    networks a log line says that it is untested.
+    at most 20 000 rows, and at most 40 000 trained weights, all in layers with `reset_parameters`. It was measured on
+    such MLPs and standardised tables. If no copy can be made, `tune=lw.Refit()` warns; for larger networks it logs.
 
     Args:
         samples: maximum number of training samples that the copy uses.

@@ -129,9 +129,8 @@ class Validation(_OnHeldOutData):
     pulled, with the weight of one sample, towards the noise variance that the training data show. Each of several
     outputs of `lw.Gaussian()` then gets its own noise variance, as ratios to σ², if it is better by as much, and if the
     fit has not estimated ratios before (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at
-    most 200, otherwise C. Give `noise_ratios` to keep them. Then the held-out residuals decide whether predictions of y
-    have noise that depends on the input, and Student t tails (see `Gaussian`). If so, (δ, σ²) becomes (δ/s, s σ²), so
-    that Σ and the noise have levels of their own.
+    most 200, otherwise C. Give `noise_ratios` to keep them. Then held-out residuals decide on the noise and the tails
+    of predictions (see `Gaussian`). If they change, so does the level of Σ: (δ, σ²) becomes (δ/s, s σ²).
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
