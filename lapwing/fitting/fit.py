@@ -80,7 +80,8 @@ def fit(
             over the last layer; for all other targets `Full` over all trained weights if that is cheap, KFAC over all
             up to a million, else KFAC over the last layer. A last layer with more than 1 000 outputs gets Diagonal, a
             frozen one KFAC over the trained layers. With `params`, None means KFAC.
-        likelihood: "categorical", "gaussian" or an instance. None infers it from the dtype of the targets.
+        likelihood: a name such as "categorical", or an instance. None infers it from the dtype of the targets. For
+            "gaussian", and for None with floats, residuals decide on the noise and its tails: see `Gaussian`.
         params: parameters to treat. None means all trained ones if `method` is given.
         prior_precision: δ, in 1/weight²: a number, or {block or parameter pattern: number}. None tunes it.
         prior_mean: μ0: a number for all weights, or {parameter: tensor}, with 0 for the rest.
@@ -89,11 +90,11 @@ def fit(
             further with `posterior.penalty(model)` in the loss. The former posterior decides all options except
             `sample_weights`, `forward`, `memory`, `checkpoint`, `every` and `progress`.
         tune: how to tune δ and σ² if they are not given. `BoundedEvidence()`, `Evidence()` and, for a regression,
-            `Refit()` need no held-out data; `Validation(loader)` and `EarlyStopping(loader)` do. None means δ = 1 and
-            σ² the mean squared residual.
+            `Refit()` need no held-out data; `Validation(loader)` and `EarlyStopping(loader)` do. The default is
+            `BoundedEvidence()`, or `Refit()` for a small table. None means δ = 1 and σ² the mean squared residual.
         validation: held-out data, in any form that `loader` accepts, on which the network was not trained; a few
-            hundred samples give the best calibration. `Validation` tunes δ, and σ² or the logit temperature of a
-            classifier, on them. Excludes `tune`.
+            hundred samples give the best calibration. `Validation` tunes δ on them, and the logit temperature of a
+            classifier, or σ², the noise and the tails of a regression. Excludes `tune`.
         data_size: N, if the loader yields only n of N training samples. G and the log likelihood are scaled by N/n.
         weight_decay: γ, which sets `δ = N γ`.
         temperature: τ in `Σ = (s G + Δ)⁻¹` with `s = N/(n σ² τ)`. A value above 1 widens the posterior.
@@ -105,9 +106,8 @@ def fit(
             twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs.
         seed: seed of all random choices.
         checkpoint: path of a file from which a killed fit continues, to the same posterior: call `lw.fit` again with
-            the same arguments, and a loader that repeats its order. The file is written after each pass, and within
-            passes that sum over data once a minute or every `every` batches. The end of the fit removes it.
-        every: number of batches between two writes of the checkpoint within a pass; None writes once a minute.
+            the same arguments, and a loader that repeats its order. The end of the fit removes it.
+        every: batches between two writes within a pass over data; None: a minute. Each pass ends with a write, too.
         progress: whether to show a bar; None shows it on a terminal and in a notebook.
 
     Returns:
@@ -117,8 +117,8 @@ def fit(
         LapwingError: if an argument or the data cannot be used; the message says what to write.
 
     Cost: the method's passes over the data, each about 1 + C passes of the network, plus the tuning. The tuning costs
-        more than the passes if there are many weights and few data: see `BoundedEvidence`. A regression with several
-        outputs and an open noise variance needs one forward pass more: see `Gaussian`.
+        more than the passes if there are many weights and few data: see `BoundedEvidence` and `Refit`. A regression
+        with several outputs and an open noise variance needs one forward pass more: see `Gaussian`.
 
     Example:
         >>> import torch, lapwing as lw

@@ -1,4 +1,4 @@
-"""Regression: the Gaussian likelihood, with one noise variance for all outputs or fixed ratios between outputs."""
+"""Regression: the Gaussian likelihood, and the noise of its predictions, which may depend on the input."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
             `validation=`, or else of the training data, in one more forward pass. Otherwise r is 1, and `validation=`
             may choose ratios after the fit, for outputs (B, T, C) as many as T C.
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
-        noise: "constant", equal at all inputs; "input", a variance `log σ²(x) = b + wᵀφ(x)` that a tuning fits to
-            residuals, with the inputs φ of the last treated layer; None: the data decide.
+        noise: "constant" for a noise that is equal at all inputs; "input" for `log σ²(x) = b + wᵀφ(x)`, where φ are
+            the inputs of the last treated layer, and a tuning fits b and w to residuals; None: the data decide.
         tails: "normal"; None: the data decide between normal noise and a Student t, as for `likelihood="gaussian"`.
-            Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
+            Noise and tails enter only predictions of y: Λ and the evidence keep σ².
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.

@@ -30,15 +30,15 @@ DOUBLINGS, INVERSE_HALVINGS = 60, 120
 class RegressionPrediction(NormalsPrediction):
     """Real outputs at B inputs: `y = f + √(r σ²) e`, with f from the latent and e independent over inputs and outputs.
 
-    The noise e is standard normal, or a Student t that is divided by its standard deviation: then e is the mixture of
-    16 normals of `lapwing.likelihoods.student`, from which all results follow. Weight draws give an equal mixture over
-    the draws f_s.
+    The noise e has variance 1: it is standard normal, or a Student t divided by its standard deviation. A Student t is
+    computed as the mixture of 16 normals of `lapwing.likelihoods.student`. Weight draws give an equal mixture over the
+    draws f_s. `aleatoric_variance` (B, C) is `r σ²`, the noise at each input.
 
     Args:
         latent: the latent over outputs.
-        noise_variance: σ², in squared units of y. It is the variance of the noise for all df.
+        noise_variance: σ² of the posterior, in squared units of y.
         missing: whether a NaN target is missing.
-        noise_ratios: r (C,), factor of σ² at each output, or (B, C); None means ones.
+        noise_ratios: r, factor of σ² at each output, (C,), or at each input and output, (B, C); None means ones.
         df: degrees of freedom ν of the Student t, at least 3; None means normal noise.
     """
 

@@ -20,12 +20,12 @@ from .regression import RegressionPrediction
 class StudentT(Gaussian):
     """`y = f + e`, where e is a Student t with ν degrees of freedom and the variance σ².
 
-    The fit is the fit of `lw.Gaussian`: Λ, Σ and the evidence have normal noise of variance σ². The tails enter the
-    predictions of y: their density, intervals, quantiles, draws and CRPS.
+    The fit equals the fit of `lw.Gaussian`: Λ and the evidence have normal noise of variance σ². The tails enter only
+    predictions of y: their density, intervals, quantiles, draws and CRPS. A smaller ν means more very large errors.
 
     Args:
-        df: ν, at least 3; None: a tuning chooses it, and the predictions of a fit without a tuning are normal.
-        noise_variance: σ², the **variance** of the noise for all ν; other options are as in `lw.Gaussian`.
+        df: ν, at least 3. None: a tuning chooses it; without a tuning the predictions are normal.
+        noise_variance: σ², the **variance** of the noise for every ν. Other options are as in `lw.Gaussian`.
 
     Raises:
         LapwingError: if an option is not valid.

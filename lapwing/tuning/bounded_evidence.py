@@ -1,4 +1,4 @@
-"""The default tuning without held-out data: a bound on the cost of a classifier's spread, or `regression_width.py`."""
+"""A tuning without held-out data: a bound on the cost of a classifier's spread, or `regression_width.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CERTAIN_NLL = 0.05  # nats per training sample below which the training labels s
 
 @dataclass(frozen=True)
 class BoundedEvidence(Tuning):
-    """Prior precision and noise variance without held-out data: the default tuning of `lw.fit`.
+    """Prior precision and noise variance without held-out data: the default tuning, except where `Refit` is.
 
     Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
     If a classifier is certain of its training labels, its loss is nearly flat there, and the evidence (of `Evidence`,
@@ -34,7 +34,8 @@ class BoundedEvidence(Tuning):
     unseen targets, at least the mean squared residual; c scales the covariance of any method to it (for `Full`, which
     separates seen from unseen inputs, at unseen inputs). A sample is left out with all its positions. All trained
     weights count in networks of at most a million weights, most of them with a layer family, otherwise the treated
-    ones. Freeze the weights that other data trained (`requires_grad`).
+    ones. Freeze the weights that other data trained (`requires_grad`). Then the training residuals decide on the noise
+    and the tails of predictions (see `Gaussian`). The mean of the noise over the training data is σ².
 
     A prior precision that the user gave is kept, and so is a covariance that chose its own prior (`SampledLLA`,
     `MeanField`): then σ² makes the width. If the user gave σ², the evidence chooses the prior precision.
@@ -53,7 +54,8 @@ class BoundedEvidence(Tuning):
     Cost: for classifiers the cost of the evidence, and one pass over `samples` samples, which are contracted once; the
     candidates cost almost nothing with the default probit link. If more than 1 000 classes need a backward pass each,
     16 random combinations estimate their mean variance. For regressions: a kernel of at most 2 000 rows over all
-    trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of the samples.
+    trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of the samples; and for
+    the noise predictions of at most 20 000 samples, or 2 000 if more than 40 000 weights are treated.
 
     Example:
         >>> import torch, lapwing as lw

@@ -45,13 +45,12 @@ class Refit(Tuning):
     weights (`reset_parameters` of each layer) is trained on four fifths of the samples, by Adam, until it fits them as
     well as the network fits all, for at most `steps` steps. Its mean squared error on the other fifth, Y, is a
     yardstick: if Y exceeds 1.5 s and six mean squared residuals, Y replaces s, so all variances are multiplied by Y/s,
-    and lapwing warns. Otherwise the result equals `BoundedEvidence`'s. The trained network and the global random
-    numbers do not change.
+    and lapwing warns. Otherwise the result equals the result of `BoundedEvidence`. The trained network and the global
+    random numbers do not change.
 
     `lw.fit` uses it by default for regressions without held-out data if a copy is cheap: for tables (B, D) of floats of
-    at most 20 000 rows, and at most 40 000 trained weights, all in layers with `reset_parameters`. If no copy can be
-    made, `tune=lw.Refit()` warns. It was measured on MLPs of at most 40 000 weights on standardised tables; for larger
-    networks a log line says that it is untested.
+    at most 20 000 rows, and at most 40 000 trained weights, all in layers with `reset_parameters`. It was measured on
+    such MLPs and standardised tables. If no copy can be made, `tune=lw.Refit()` warns; for larger networks it logs.
 
     Args:
         samples: maximum number of training samples that the copy uses.
@@ -161,8 +160,8 @@ def error_of_copy(
 
     Training ends once the error on its own rows is at most `residual`: a copy that has overfitted as much as the
     network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
-    not matter. Returns None if there are too few rows, or if the copy has a large error on its own rows too: then it
-    has not learned what the network has, for instance because it has no bias.
+    not matter. Returns None if there are too few rows, or if the copy has a large error on its own rows too. Then it
+    has learned less than the network, for instance because it has no bias, and its error shows nothing.
     """
     # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))

@@ -129,7 +129,8 @@ class Validation(_OnHeldOutData):
     pulled, with the weight of one sample, towards the noise variance that the training data show. Each of several
     outputs of `lw.Gaussian()` then gets its own noise variance, as ratios to σ², if it is better by as much, and if the
     fit has not estimated ratios before (see `Gaussian`). Outputs (B, T, C) get T C of them if T is fixed and T C at
-    most 200, otherwise C. Give `noise_ratios` to keep them.
+    most 200, otherwise C. Give `noise_ratios` to keep them. Then held-out residuals decide on the noise and the tails
+    of predictions (see `Gaussian`). If they change, so does the level of Σ: (δ, σ²) becomes (δ/s, s σ²).
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
@@ -154,8 +155,9 @@ class Validation(_OnHeldOutData):
 
     Cost: one pass over the loader, with one record and one contraction per batch, and `points` variances (or Gram
     matrices, if the link reads covariances); by another way nine predictions more, or 18 with an open σ². A regression
-    also takes up to two forward passes, and the kernel of `BoundedEvidence`. Memory: about 6 kB per held-out sample of
-    a classifier (or position), 3 kB of a regression.
+    also needs the kernel of `BoundedEvidence`, up to two forward passes, and for its noise two forward passes of at
+    most 20 000 training samples and a prediction of the held-out ones. Memory: about 6 kB per held-out sample of a
+    classifier (or position), 3 kB of a regression.
 
     Example:
         >>> import torch, lapwing as lw
