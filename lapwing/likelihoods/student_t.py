@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
+from torch import Tensor
 
-from ..covariance import AnyLatent
 from ..options import number, option
 from .gaussian import Gaussian
-from .links import Link
 from .registry import register_likelihood
-from .regression import RegressionPrediction
 
 
 @register_likelihood
@@ -20,8 +17,8 @@ from .regression import RegressionPrediction
 class StudentT(Gaussian):
     """`y = f + e`, where e is a Student t with ν degrees of freedom and the variance σ².
 
-    The fit is the fit of `lw.Gaussian`: Λ, Σ and the evidence have normal noise of variance σ². The tails enter the
-    predictions of y: their density, intervals, quantiles, draws and CRPS.
+    The fit is the fit of `lw.Gaussian`: Λ, Σ, the evidence and σ² are by normal noise. The tails enter the predictions
+    of y by a posterior: their density, intervals, quantiles, draws and CRPS.
 
     Args:
         df: ν, at least 3; None: a tuning chooses it, and the predictions of a fit without a tuning are normal.
@@ -51,8 +48,6 @@ class StudentT(Gaussian):
         """One line as for `lw.Gaussian`, with ν."""
         return super().__repr__().replace("StudentT(", f"StudentT(df={self.df}, ", 1)
 
-    def predict(
-        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
-    ) -> RegressionPrediction:
-        """Returns the predictive distribution, latent plus noise, with the given tails; normal if ν is still open."""
-        return replace(super().predict(latent, link, generator), df=self.df)
+    def at_features(self, prediction: Any, features: Tensor | None) -> Any:
+        """Returns the prediction with the tails that are given or fitted; normal if ν is still open."""
+        return super().at_features(replace(prediction, df=self.df), features)

@@ -1,0 +1,312 @@
+"""Noise that a fit finds in residuals: the formula, computed from a hook, holds wherever a regression is predicted."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lapwing as lw
+from lapwing.likelihoods.input_noise import InputNoise
+from lapwing.likelihoods.prediction_at_positions import predicted
+from tests.trained import train
+
+F64 = torch.float64
+
+
+def data(rows: int, seed: int, outputs: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows whose noise has a standard deviation that grows with the first input from .05 to .8."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 2 * torch.rand(rows, 3, generator=generator, dtype=F64) - 1
+    noise = (0.05 + 0.375 * (x[:, :1] + 1)) * torch.randn(rows, outputs, generator=generator, dtype=F64)
+    return x, (x.sum(1, keepdim=True) * (1 + torch.arange(outputs))).sin() + noise
+
+
+X, Y = data(400, 1)
+HELD_OUT, TEST = data(150, 2), data(60, 3)
+FAR = torch.cat([TEST[0], 20 * TEST[0][:5]])
+
+
+@cache
+def network(kind: str = "mlp") -> Any:
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 8), nn.Tanh()
+    model: nn.Module = {
+        "mlp": lambda: nn.Sequential(*layers, nn.Linear(8, 1)),
+        "three outputs": lambda: nn.Sequential(*layers, nn.Linear(8, 3)),
+        "squeezed": lambda: nn.Sequential(*layers, nn.Linear(8, 1), nn.Flatten(0)),
+        "norm at the end": lambda: nn.Sequential(*layers, nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 1)),
+        "squashed": lambda: nn.Sequential(*layers, nn.Linear(8, 1), nn.Softsign(), nn.Softsign()),
+    }[kind]()
+    model = model.double()
+    x, y = data(400, 1, 3 if kind == "three outputs" else 1)
+    return train(model, lambda: (model(x).reshape(y.shape) - y).square().mean(), 150, 0.03)
+
+
+@cache
+def fitted(kind: str = "mlp", held_out: bool = True, **options: Any) -> lw.Posterior:
+    outputs = 3 if kind == "three outputs" else 1
+    validation = data(150, 2, outputs) if held_out else None
+    return lw.fit(network(kind), data(400, 1, outputs), validation=validation, **options)
+
+
+def inputs_of(layer: nn.Module, model: nn.Module, x: Any) -> Tensor:
+    """The inputs of a layer in a plain call of the network."""
+    found: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0].detach()))
+    with torch.no_grad():
+        model(x)
+    handle.remove()
+    return found[-1]
+
+
+def naive(noise: InputNoise, features: Tensor, latent: Tensor) -> Tensor:
+    """σ²(x) of rows of features, row by row; `latent` are the variances of f (N, C)."""
+    rows = []
+    for phi, variance in zip(features.double(), latent.double(), strict=True):
+        z = torch.stack([((p - m) * s).clamp(-6, 6) for p, m, s in zip(phi, noise.centre, noise.scale, strict=True)])
+        far = float((noise.whitening.T @ z).square().sum()) > float(noise.reach)
+        for c, (w, low, high) in enumerate(zip(noise.weights, noise.low, noise.high, strict=True)):
+            value = (noise.offset[c] + max(low, min(high, w @ z))).exp()
+            if far:
+                least = noise.floor[c] + max(0.0, 1 / float(noise.spread) - 1) * variance[c]
+                value = max(value, least / (1 - 2 / noise.df))
+            rows.append(value)
+    return torch.stack(rows).reshape(latent.shape)
+
+
+def check_noise(posterior: lw.Posterior, layer: nn.Module, x: Tensor = FAR, via: Any = None) -> Tensor:
+    """Checks σ²(x) of predictions against `naive`, and that it varies; returns it."""
+    noise = posterior.likelihood.input_noise
+    assert noise is not None
+    assert bool(noise.weights.any())
+    prediction = posterior.predict(x, via=via)
+    features = inputs_of(layer, posterior.model, x)
+    found, latent = prediction.aleatoric_variance, prediction.epistemic_variance
+    wanted = naive(noise, features.flatten(0, -2), latent.reshape(-1, len(noise.offset)))
+    torch.testing.assert_close(found, wanted.reshape(found.shape).to(found), rtol=1e-6, atol=0)
+    assert found.max() > 4 * found.min()
+    return found
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_noise_follows_the_inputs_of_the_last_layer(held_out):
+    posterior = fitted(held_out=held_out)
+    found = check_noise(posterior, posterior.model[-1])
+    true = (0.05 + 0.375 * (TEST[0][:, :1] + 1)).square()
+    assert torch.corrcoef(torch.stack([found[:60].log().flatten(), true.log().flatten()]))[0, 1] > 0.85
+    constant = fitted(held_out=held_out, likelihood=lw.Gaussian(noise="constant"))
+    assert constant.likelihood.input_noise is None
+    gain = posterior.predict(TEST[0]).log_prob(TEST[1]) - constant.predict(TEST[0]).log_prob(TEST[1])
+    assert gain.mean() > 0.05
+
+
+@pytest.mark.parametrize("likelihood", [None, lw.StudentT(df=4.0)], ids=["normal", "student"])
+@pytest.mark.parametrize("kind", ["mlp", "three outputs"])
+def test_all_parts_of_a_prediction_have_the_same_noise(kind, likelihood):
+    posterior = fitted(kind, likelihood=likelihood)
+    x, y = TEST[0], data(60, 3, 3 if kind == "three outputs" else 1)[1]
+    check_noise(posterior, posterior.model[-1])
+    prediction = posterior.predict(x)
+    mean, total = prediction.mean, prediction.epistemic_variance + prediction.aleatoric_variance
+    torch.testing.assert_close(prediction.variance, total)
+    torch.testing.assert_close(prediction.distribution().log_prob(y).reshape(60, -1).sum(1), prediction.log_prob(y))
+    draws = prediction.sample(20_000)
+    torch.testing.assert_close(draws.var(0), total, rtol=0.2, atol=0)
+    low, high = prediction.interval(0.8)
+    inside = ((draws >= low) & (draws <= high)).double().mean((0, 1))
+    torch.testing.assert_close(inside, torch.full_like(inside, 0.8), rtol=0, atol=3e-3)
+    if likelihood is None:
+        covariance = prediction.latent.covariance + prediction.aleatoric_variance.diag_embed()
+        wanted = torch.distributions.MultivariateNormal(mean, covariance).log_prob(y)
+        torch.testing.assert_close(prediction.log_prob(y), wanted)
+        torch.testing.assert_close(high, mean + total.sqrt() * math.sqrt(2) * torch.erfinv(torch.tensor(0.8, dtype=F64)))
+    else:
+        assert prediction.df == 4
+
+
+@pytest.mark.parametrize("via", [
+    lw.Linearized(draws=20), lw.MonteCarlo(20), lw.Streamlined(), lw.Scaled(lw.Linearized(), 2.0),
+], ids=repr)  # fmt: skip
+def test_noise_is_the_same_by_every_way(via):
+    posterior = fitted("three outputs")
+    check_noise(posterior, posterior.model[-1], via=via)
+
+
+def test_selected_outputs_have_their_own_noise():
+    posterior = fitted("three outputs")
+    every, some = posterior.predict(FAR), posterior.predict(FAR, via=lw.Linearized(outputs=2))
+    chosen = some.latent.outputs
+    torch.testing.assert_close(some.aleatoric_variance, every.aleatoric_variance.gather(1, chosen))
+    torch.testing.assert_close(some.interval()[1], every.interval()[1].gather(1, chosen))
+
+
+@pytest.mark.parametrize("likelihood", [None, lw.StudentT(df=4.0)], ids=["normal", "student"])
+def test_a_joint_latent_has_the_noise_of_each_input(likelihood):
+    posterior = fitted("three outputs", likelihood=likelihood)
+    x, y = data(6, 3, 3)
+    latent, noise = posterior.latent(x, joint=True), posterior.likelihood
+    features = inputs_of(posterior.model[-1], posterior.model, x)
+    prediction, rows = predicted(noise, latent, features=features), posterior.predict(x)
+    torch.testing.assert_close(prediction.aleatoric_variance, rows.aleatoric_variance)
+    torch.testing.assert_close(prediction.log_prob(y), rows.log_prob(y))
+    law = prediction.distribution()
+    torch.testing.assert_close(law.variance, rows.variance.flatten())
+    if likelihood is None:
+        dense = latent.covariance.reshape(18, 18) + rows.aleatoric_variance.flatten().diag()
+        torch.testing.assert_close(law.covariance_matrix, dense)
+
+
+@pytest.mark.parametrize(("kind", "params", "layer"), [
+    ("squeezed", None, 2), ("squashed", None, 2), ("norm at the end", None, 4),
+    ("norm at the end", lw.matching("2.*", "3.*"), 2), ("mlp", lw.matching("0.*"), 0),
+], ids=str)  # fmt: skip
+def test_features_are_the_inputs_of_the_last_treated_linear_layer(kind, params, layer):
+    posterior = lw.fit(network(kind), (X, Y), lw.KFAC(), params=params, likelihood=lw.Gaussian(noise="input"),
+                       validation=HELD_OUT)  # fmt: skip
+    check_noise(posterior, posterior.model[layer])
+
+
+def test_features_are_the_outputs_if_no_linear_layer_is_treated():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.slope = nn.Parameter(torch.zeros(1, dtype=F64)), nn.Parameter(torch.ones(3, dtype=F64))
+
+        def forward(self, x):
+            return (x * self.slope).sum(1, keepdim=True).sinh() + self.shift
+
+    model, (x, y) = Shifted().eval(), data(400, 1)
+    y = x.sum(1, keepdim=True).sinh() + (0.05 + 0.3 * (x.sum(1, keepdim=True) + 3)) * torch.randn(400, 1).double()
+    posterior = lw.fit(model, (x, y), lw.Diagonal(), likelihood=lw.Gaussian(noise="input"), tune=lw.Validation((x, y)))
+    noise = posterior.likelihood.input_noise
+    assert posterior.likelihood.features_read == ""
+    prediction = posterior.predict(FAR)
+    wanted = naive(noise, model(FAR).detach(), prediction.epistemic_variance)
+    torch.testing.assert_close(prediction.aleatoric_variance, wanted, rtol=1e-6, atol=0)
+    assert "by the outputs" in str(posterior.likelihood)
+
+
+def test_a_frozen_trunk_gives_the_features_of_the_trained_head():
+    model = copy.deepcopy(network())
+    model[0].requires_grad_(False)
+    posterior = lw.fit(model, (X, Y), validation=HELD_OUT)
+    check_noise(posterior, model[-1])
+
+
+def test_positions_have_the_features_of_their_position():
+    """Outputs (B, T, C): the noise of a position depends on the hidden units at this position."""
+    model, x, y = network("three outputs"), *data(400, 1, 3)
+    rows = lambda values: values.unflatten(0, (-1, 4))  # noqa: E731
+    held_out = tuple(map(rows, data(152, 2, 3)))
+    posterior = lw.fit(model, (rows(x), rows(y)), lw.KFAC(), likelihood=lw.Gaussian(noise="input", noise_ratios=[1.0, 1, 1]),
+                       validation=held_out)  # fmt: skip
+    test = rows(FAR[:64])
+    found = check_noise(posterior, model[-1], test)
+    assert found.shape == (16, 4, 3)
+    prediction = posterior.predict(test)
+    law = torch.distributions.MultivariateNormal(prediction.mean, prediction.latent.covariance + found.diag_embed())
+    targets = rows(data(64, 3, 3)[1])
+    torch.testing.assert_close(prediction.log_prob(targets), law.log_prob(targets))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_pixels_have_the_features_of_their_patch(size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.Conv2d(4, 1, size, padding=size // 2)).double()
+    x, y = (values.reshape(25, 4, 4, -1).movedim(3, 1).contiguous() for values in (X, Y))
+    train(model, lambda: (model(x) - y).square().mean(), 100, 0.03)
+    held_out = tuple(v[:144].reshape(9, 4, 4, -1).movedim(3, 1).contiguous() for v in HELD_OUT)
+    posterior = lw.fit(model, (x, y), lw.KFAC(), likelihood=lw.Gaussian(noise="input"), validation=held_out)
+    prediction, noise = posterior.predict(held_out[0]), posterior.likelihood.input_noise
+    patches = nn.functional.unfold(inputs_of(model[2], model, held_out[0]), size, padding=size // 2).mT  # (B, T, F)
+    wanted = naive(noise, patches.flatten(0, 1), prediction.epistemic_variance.reshape(-1, 1))
+    torch.testing.assert_close(prediction.aleatoric_variance.flatten(), wanted.flatten(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: fitted(method=lw.ELLA(20, 60)), lambda: fitted(method=lw.OptimalSubspace(10)),
+    lambda: fitted(method=lw.KFAC(), params=lw.last_layer), lambda: fitted(method=lw.EKFAC()),
+    lambda: fitted(method=lw.SampledLLA(8)), lambda: fitted(method=lw.VaLLA(10)), lambda: swag(),
+], ids=["ELLA", "subspace", "last layer", "EKFAC", "SampledLLA", "VaLLA", "SWAG"])  # fmt: skip
+def test_noise_is_found_for_every_method(make):
+    posterior = make()
+    check_noise(posterior, posterior.model[-1])
+
+
+def swag() -> lw.Posterior:
+    model = copy.deepcopy(network())
+    collector = lw.SWAG(model, rank=4)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.005 * torch.randn_like(parameter)
+        collector.collect(model)
+    return lw.SWAG.from_snapshots(collector, (X, Y), validation=HELD_OUT)
+
+
+def test_loaders_give_the_rows_in_their_order():
+    posterior = fitted("three outputs")
+    whole = posterior.predict(FAR)
+    parts = posterior.predict([FAR[:7], FAR[7:8], FAR[8:]])
+    torch.testing.assert_close(parts.aleatoric_variance, whole.aleatoric_variance)
+    order: list[Tensor] = []
+    shuffled = DataLoader(TensorDataset(FAR, torch.arange(65)), 16, shuffle=True,
+                          collate_fn=lambda rows: order.append(torch.tensor([i for _, i in rows])) or torch.stack([x for x, _ in rows]))  # fmt: skip
+    prediction = posterior.predict(shuffled)
+    torch.testing.assert_close(prediction.aleatoric_variance, whole.aleatoric_variance[torch.cat(order)])
+
+
+def test_the_noise_has_a_gradient_in_x():
+    posterior = fitted()
+    x = TEST[0][:4].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(posterior.predict(x).aleatoric_variance.sum(), x)
+    step = 1e-5 * torch.eye(3, dtype=F64)
+    with torch.no_grad():
+        ends = [[posterior.predict(x + sign * one).aleatoric_variance for sign in (1, -1)] for one in step]
+    wanted = torch.stack([(high - low)[:, 0] / 2e-5 for high, low in ends], 1)
+    torch.testing.assert_close(slope, wanted, rtol=1e-4, atol=1e-7)
+    assert slope.abs().max() > 0
+
+
+def test_a_network_in_bfloat16():
+    model = copy.deepcopy(network()).bfloat16()
+    posterior = lw.fit(model, (X.bfloat16(), Y.bfloat16()), validation=tuple(v.bfloat16() for v in HELD_OUT))
+    x = TEST[0].bfloat16()
+    noise, prediction = posterior.likelihood.input_noise, posterior.predict(x)
+    wanted = naive(noise, inputs_of(model[-1], model, x), prediction.epistemic_variance)
+    assert prediction.aleatoric_variance.dtype == torch.float32
+    torch.testing.assert_close(prediction.aleatoric_variance, wanted.float(), rtol=1e-5, atol=0)
+    assert wanted.max() > 4 * wanted.min()
+
+
+def test_missing_targets_do_not_count():
+    """A row whose only target is missing is no row."""
+    x, y = torch.cat([X, 5 * X[:50]]), torch.cat([Y, torch.full((50, 1), torch.nan, dtype=F64)])
+    likelihood = lw.Gaussian(missing=True, noise="input")
+    held_out = tuple(torch.cat([value, filled]) for value, filled in zip(HELD_OUT, (X[:20], y[-20:]), strict=True))
+    some, every = (lw.fit(network(), rows, lw.KFAC(), likelihood=likelihood, validation=validation)
+                   for rows, validation in (((X, Y), HELD_OUT), ((x, y), held_out)))  # fmt: skip
+    first, second = (posterior.predict(TEST[0]).std for posterior in (some, every))
+    torch.testing.assert_close(first, second, rtol=0.1, atol=0)
+
+
+def test_weights_count_as_repeated_rows():
+    weights = 1 + (torch.arange(400) % 3 == 0).double()
+    repeated = torch.arange(400).repeat_interleave(weights.long())
+    options: dict[str, Any] = {"likelihood": lw.Gaussian(noise="input"), "validation": HELD_OUT}
+    weighed = lw.fit(network(), (X, Y, weights), lw.KFAC(), sample_weights=True, **options)
+    plain = lw.fit(network(), (X[repeated], Y[repeated]), lw.KFAC(), **options)
+    ignored = lw.fit(network(), (X, Y), lw.KFAC(), **options)
+    found, wanted, other = (p.predict(TEST[0]).std for p in (weighed, plain, ignored))
+    print((found / wanted - 1).abs().max(), (other / wanted - 1).abs().max())
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
+    assert (other / wanted - 1).abs().max() > 0.01
