@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -79,7 +79,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     noise: Literal["constant", "input"] | None = None
     tails: Literal["normal", "student"] | None = "normal"
-    input_noise: InputNoise | None = field(default=None, compare=False)  # that a tuning fitted
+    input_noise: InputNoise | None = None  # that a tuning fitted
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True

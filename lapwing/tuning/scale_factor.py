@@ -23,7 +23,7 @@ from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
-from ..posterior.latents import first_inputs
+from ..posterior.latents import first_inputs, latent_of
 from ..prediction import Linearized, Scaled, Way
 from .choice import RISING
 from .search import golden_section, pull
@@ -153,12 +153,12 @@ def _score_of(
     def score(exponent: float) -> float:
         factor, total = 10**exponent, 0.0
         rows = []  # pseudo-rows, for labels
-        for latent, targets in kept:
+        for latent, targets, features in kept:
             scaled = latent.scaled(factor)
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
             else:
-                prediction = predicted(likelihood, scaled, link, None)
+                prediction = predicted(likelihood, scaled, link, None, features)
                 values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)
                 rows += [] if uniform is None else [uniform]
             total += float(values.sum())
@@ -171,17 +171,18 @@ def _score_of(
 
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
-) -> tuple[list[tuple[Any, Tensor]], int]:
-    """Returns the latents and targets of a loader, and its number of inputs.
+) -> tuple[list[tuple[Any, Tensor, Tensor | None]], int]:
+    """Returns the latents, the targets and the features of the noise of a loader, and its number of inputs.
 
     Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
-    kept: list[tuple[Any, Tensor]] = []
-    count, any_known = 0, False
+    kept: list[tuple[Any, Tensor, Tensor | None]] = []
+    count, any_known, tangent = 0, False, posterior.tangent
     for samples in loader:
-        samples = samples.to(posterior.tangent.device)
-        targets = samples.targets
-        latent: Any = posterior.latent(samples.inputs, via)
+        samples = samples.to(tangent.device)
+        targets, layer = samples.targets, posterior.likelihood.features_read
+        latent: Any
+        latent, features = latent_of(tangent, posterior.covariance, samples.inputs, via, False, layer=layer)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):
@@ -200,7 +201,7 @@ def _latents(
                 "factor is best. Write link=lw.Probit()."
             )
         latent = latent.compact(expected or posterior.likelihood.reads_covariance(chosen))
-        kept.append((latent, targets.to(latent.mean.device)))
+        kept.append((latent, targets.to(latent.mean.device), features))
         any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
     if not kept:
         raise LapwingError(

@@ -340,7 +340,7 @@ def test_options_of_the_noise_are_kept(likelihood):
     noise = posterior.likelihood.input_noise
     assert type(posterior.likelihood) is type(likelihood)
     assert posterior.likelihood.noise == likelihood.noise
-    if likelihood.noise is not None:
+    if likelihood.noise is not None and noise is not None:
         assert bool(noise.weights.any()) == (likelihood.noise == "input")
     df = posterior.predict(FAR).df
     given = getattr(likelihood, "df", None)
@@ -417,3 +417,85 @@ def test_noise_of_totals_and_explanations(kind):
     total = lambda f: (slopes * f(FAR)).sum(0)  # noqa: E731
     known, observed = (posterior.of(total, observed=flag).covariance for flag in (False, True))
     torch.testing.assert_close(observed - known, (slopes.square() * plain).sum(0).diag(), rtol=1e-6, atol=1e-9)
+
+
+def test_an_update_keeps_the_noise():
+    posterior = lw.fit(network(), (X[:300], Y[:300]), lw.KFAC(), validation=HELD_OUT)
+    whole = posterior.update((X[300:], Y[300:]))
+    assert whole.samples == 400
+    assert whole.likelihood.input_noise == posterior.likelihood.input_noise
+    check_noise(whole, whole.model[-1])
+
+
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(noise="input"), lw.StudentT(), lw.StudentT(df=4.0)], ids=repr)
+def test_an_update_with_held_out_data_finds_another_level_for_the_shape(likelihood):
+    """Targets are twice as noisy in the further data: σ²(x) is about four times larger, in the same proportions."""
+    posterior = lw.fit(network(), (X[:200], Y[:200]), lw.KFAC(), likelihood=likelihood, validation=HELD_OUT)
+    f = lambda x: network()(x).detach()  # noqa: E731
+    noisier = lambda x, y: (x, f(x) + 2 * (y - f(x)))  # noqa: E731
+    whole = posterior.update(noisier(X[200:], Y[200:]), tune=lw.Validation(noisier(*HELD_OUT)))
+    before, after = posterior.likelihood.input_noise, whole.likelihood.input_noise
+    assert torch.equal(before.weights, after.weights)
+    torch.testing.assert_close(after.offset - before.offset, torch.full((1,), math.log(4), dtype=F64), rtol=0, atol=0.5)
+    assert whole.predict(FAR).df == 4 if getattr(likelihood, "df", None) else True
+    check_noise(whole, whole.model[-1])
+    # no other level, factor and tails predict the held-out rows better
+    x, y = noisier(*HELD_OUT)
+    best = whole.predict(x).log_prob(y).mean()
+    for change in ({"offset": after.offset + 0.2}, {"offset": after.offset - 0.2}, {"df": after.df * 1.5}):
+        other = replace(whole, likelihood=replace(whole.likelihood, input_noise=replace(after, **change)))
+        assert other.predict(x).log_prob(y).mean() < best + 5e-3
+
+
+def test_an_update_with_few_held_out_rows_scales_the_noise():
+    posterior = lw.fit(network(), (X[:300], Y[:300]), lw.KFAC(), validation=HELD_OUT)
+    whole = posterior.update((X[300:], Y[300:]), tune=lw.Validation((TEST[0][:12], TEST[1][:12])))
+    before, after = posterior.likelihood.input_noise, whole.likelihood.input_noise
+    wanted = before.offset + math.log(whole.noise_variance / posterior.noise_variance)
+    torch.testing.assert_close(after.offset, wanted)
+    assert torch.equal(after.weights, before.weights)
+
+
+def test_a_mixture_is_the_mean_of_the_densities_of_its_members():
+    members = [fitted(), fitted(likelihood=lw.Gaussian(noise="constant"))]
+    x, y = TEST
+    densities = []
+    for member in members:
+        prediction = member.predict(x)
+        densities.append(torch.distributions.Normal(prediction.mean, prediction.variance.sqrt()).log_prob(y).exp())
+    wanted = torch.stack(densities).mean(0).log()[:, 0]
+    mixture = lw.mixture(members).predict(x)
+    torch.testing.assert_close(mixture.log_prob(y), wanted)
+    torch.testing.assert_close(mixture.distribution().log_prob(y), wanted)
+
+
+def test_held_out_data_scale_the_noise_of_a_mixture():
+    """The factor multiplies σ²(x) of each member, and is the best of the candidates for the mixture."""
+    members = [fitted(), fitted(likelihood=lw.Gaussian(noise="input"), method=lw.KFAC())]
+    x, y = HELD_OUT[0], members[0].predict(HELD_OUT[0]).mean + 3 * (HELD_OUT[1] - members[0].predict(HELD_OUT[0]).mean)
+    mixture = lw.mixture(members, (x, y))
+    ratio = mixture.members[0].noise_variance / members[0].noise_variance
+    assert ratio > 3
+    for before, after in zip(members, mixture.members, strict=True):
+        torch.testing.assert_close(after.predict(FAR).variance, ratio * before.predict(FAR).variance, rtol=1e-5, atol=0)
+
+    def score(factor):
+        parts = [replace(p, latent=p.latent.scaled(factor), noise_variance=p.noise_variance * factor)
+                 for p in (member.predict(x) for member in members)]  # fmt: skip
+        return torch.stack([part.log_prob(y) for part in parts]).logsumexp(0).mean()
+
+    assert score(ratio) > max(score(0.8 * ratio), score(1.25 * ratio))
+
+
+def test_students_form_a_mixture():
+    members = [fitted(likelihood=lw.StudentT(df=4.0)), fitted(likelihood=lw.StudentT(noise="constant"))]
+    prediction = lw.mixture(members, HELD_OUT).predict(TEST[0])
+    assert prediction.log_prob(TEST[1]).isfinite().all()
+
+
+def test_a_scale_factor_is_chosen_for_the_noise_of_predictions():
+    posterior = fitted()
+    way = lw.scale_factor(posterior, [HELD_OUT])
+    x, y = HELD_OUT
+    score = lambda factor: posterior.predict(x, via=lw.Scaled(lw.Linearized(), factor)).log_prob(y).sum()  # noqa: E731
+    assert score(way.factor) >= max(score(0.7 * way.factor), score(1.4 * way.factor)) - 0.2
