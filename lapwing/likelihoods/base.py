@@ -236,6 +236,11 @@ class Likelihood(Options, ABC, Generic[P]):
         """
 
     @property
+    def tail_candidates(self) -> tuple[float | None, ...] | None:
+        """Candidates for ν of noise that a tuning fits (inf: normal; None: any); None if it fits no noise."""
+        return None
+
+    @property
     def features_read(self) -> str | None:
         """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
         return None

@@ -14,8 +14,8 @@ from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, plain_numbers, shown
-from ..linalg import cholesky, doubled
-from ..options import POSITIVE_NUMBERS, option
+from ..linalg import cholesky, double_device, doubled
+from ..options import POSITIVE_NUMBERS, instance_of, option
 from .base import Integrals, Likelihood, apply_weights
 from .input_noise import InputNoise
 from .links import ExactLink, Link, at_least_float32
@@ -42,6 +42,8 @@ def _variances(value: Any) -> float | tuple[float, ...]:
 
 _VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
+FITTED = instance_of("the noise of a fitted likelihood", InputNoise)
+
 
 @register_likelihood
 @dataclass(frozen=True, repr=False)
@@ -62,8 +64,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         missing: whether a NaN target is missing; it has no effect on fit, tuning and `log_prob`.
         noise: "constant", equal at all inputs; "input", a variance `log σ²(x) = b + wᵀφ(x)` that a tuning fits to
             residuals, with the inputs φ of the last treated layer; None: the data decide.
-        tails: "normal"; "student", a Student t with degrees of freedom of its own; None: the data decide, as for
-            `likelihood="gaussian"`. Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
+        tails: "normal"; None: the data decide between normal noise and a Student t, as for `likelihood="gaussian"`.
+            Noise and tails enter predictions of y alone: Λ, Σ and the evidence keep σ².
 
     Raises:
         LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.
@@ -78,8 +80,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
     missing: bool = False
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     noise: Literal["constant", "input"] | None = None
-    tails: Literal["normal", "student"] | None = "normal"
-    input_noise: InputNoise | None = None  # that a tuning fitted
+    tails: Literal["normal"] | None = "normal"
+    input_noise: InputNoise | None = option(None, FITTED)  # that a tuning fitted
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True
@@ -238,6 +240,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return self if same else replace(self, noise_variance=noise_variance, input_noise=None)
 
     @property
+    def tail_candidates(self) -> tuple[float | None, ...]:
+        return (math.inf,) if self.tails == "normal" else (math.inf, None)
+
+    @property
     def features_read(self) -> str | None:
         return None if self.input_noise is None else self.input_noise.layer
 
@@ -250,6 +256,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         variance = latent.variance
         if selected:  # other outputs are not read
             variance = variance.new_zeros(len(variance), len(noise.offset)).scatter(1, latent.outputs, variance)
+        noise = noise.to(double_device(features.device))  # from a file or another process it is on the CPU
         ratios = noise.variance(features, variance) / prediction.noise_variance  # (N, C)
         return replace(prediction, noise_ratios=ratios.to(prediction.mean), df=noise.tails)
 

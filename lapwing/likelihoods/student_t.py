@@ -37,12 +37,16 @@ class StudentT(Gaussian):
     """
 
     df: float | None = option(None, number(3), write="4.0")
-    tails: Literal["student"] = "student"
+    tails: Literal["student"] = "student"  # type: ignore[assignment]
     name: ClassVar[str] = "student_t"
 
     @classmethod
     def by_name(cls) -> StudentT:
         return cls()
+
+    @property
+    def tail_candidates(self) -> tuple[float | None, ...]:
+        return (self.df,)
 
     def __repr__(self) -> str:
         """One line as for `lw.Gaussian`, with ν."""

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..covariance import has_positions, has_prior
 from ..data.samples import Samples
-from ..likelihoods import Gaussian, StudentT
 from ..likelihoods.input_noise import InputNoise
-from ..linalg import doubled
+from ..linalg import double_device, doubled
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..prediction.aim import DEFAULT_AIM, Aim
@@ -85,7 +84,7 @@ def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterabl
     tails, likelihood, noise = _tails(posterior), posterior.likelihood, getattr(former, "input_noise", None)
     if noise is None or tails is None:
         return posterior
-    rows = _rows(posterior, held_out, noise.layer, aim)
+    noise, rows = noise.to(torch.device("cpu")), _rows(posterior, held_out, noise.layer, aim)
     factor = (likelihood.noise_variance or 0.0) / former.noise_variance
     if rows is None or posterior.noise_fixed or int((rows.known()[1] > 0).any(1).sum()) < LEAST_HELD_OUT:
         return _with(posterior, replace(noise.times(factor), spread=torch.ones_like(noise.spread)))
@@ -110,20 +109,20 @@ def _with(posterior: Posterior, noise: InputNoise) -> Posterior:
         posterior = posterior.at(posterior.prior.precision / spread, spread * (posterior.noise_variance or 0.0))
     likelihood: Any = posterior.likelihood
     log.info("The residuals show %s", noise)
+    noise = noise.to(double_device(posterior.tangent.device))
     return replace(posterior, likelihood=replace(likelihood, input_noise=noise))
 
 
 def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
     """Returns the candidates for ν (inf: normal; None: tuned), or None if noise and tails are given."""
     likelihood: Any = posterior.likelihood
-    if not isinstance(likelihood, Gaussian):
+    tails = likelihood.tail_candidates
+    if tails is None:
         return None
     if likelihood.noise_ratios is not None and len(likelihood.noise_ratios) != posterior.tangent.outputs:
         return None  # of each position
-    given = likelihood.df if isinstance(likelihood, StudentT) else None
-    tails = {"normal": (math.inf,), "student": (given,), None: (math.inf, None)}[likelihood.tails]
     constant = likelihood.noise == "constant" or posterior.noise_fixed
-    return None if constant and tails not in ((None,), (math.inf, None)) else tails
+    return tails if None in tails or not constant else None
 
 
 @torch.no_grad()

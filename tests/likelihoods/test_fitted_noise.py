@@ -308,7 +308,7 @@ def test_weights_count_as_repeated_rows():
 
 @pytest.mark.parametrize("likelihood", [
     lw.Gaussian(noise_variance=0.1), lw.Gaussian(noise_variance=0.1, tails=None),
-    lw.Gaussian(noise_variance=0.1, tails="student"), lw.StudentT(df=5.0, noise_variance=0.1),
+    lw.StudentT(df=5.0, noise_variance=0.1),
     lw.StudentT(noise_variance=0.1),
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("held_out", [True, False])
