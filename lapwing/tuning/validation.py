@@ -63,6 +63,7 @@ LINK = Rule(lambda value: isinstance(value, Link) and _is_plain(value), "a link 
 class _OnHeldOutData(Tuning):
     """A tuning on held-out data, which may compare ranks of a subspace, and does not read the evidence."""
 
+    fits_noise: ClassVar[bool] = True
     loader: Any
     ranks: tuple[int, ...]
     via: Way | None

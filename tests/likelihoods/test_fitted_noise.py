@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from lapwing.likelihoods.input_noise import InputNoise
 from lapwing.likelihoods.prediction_at_positions import predicted
+from tests.pretended_device import Device
 from tests.refused import refused
 from tests.trained import train
 
@@ -499,3 +500,34 @@ def test_a_scale_factor_is_chosen_for_the_noise_of_predictions():
     x, y = HELD_OUT
     score = lambda factor: posterior.predict(x, via=lw.Scaled(lw.Linearized(), factor)).log_prob(y).sum()  # noqa: E731
     assert score(way.factor) >= max(score(0.7 * way.factor), score(1.4 * way.factor)) - 0.2
+
+
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(noise="input"), lw.StudentT()], ids=repr)
+def test_a_network_on_a_gpu_has_the_same_noise(likelihood, tmp_path):
+    options: dict[str, Any] = {"method": lw.KFAC(), "likelihood": likelihood}
+    wanted = lw.fit(network(), (X, Y), validation=HELD_OUT, **options)
+    expected = wanted.update((X[:20], Y[:20]), tune=lw.Validation(HELD_OUT)).predict(FAR)
+    with Device("cuda") as device:
+        model, held_out, x = device.module(copy.deepcopy(network())), device.put(HELD_OUT), device.put(FAR)
+        posterior = lw.fit(model, device.put((X, Y)), validation=held_out, **options)
+        assert posterior.likelihood.input_noise.weights.device.type == "cuda"
+        posterior.save(tmp_path / "posterior.safetensors")
+        for one in (posterior, lw.load(tmp_path / "posterior.safetensors", model)):
+            prediction = one.predict(x)
+            torch.testing.assert_close(prediction.aleatoric_variance.cpu(), wanted.predict(FAR).aleatoric_variance)
+            assert prediction.log_prob(device.put(FAR[:, :1])).device.type == "cuda"
+        updated = posterior.update(device.put((X[:20], Y[:20])), tune=lw.Validation(held_out))
+        torch.testing.assert_close(updated.predict(x).aleatoric_variance.cpu(), expected.aleatoric_variance)
+        noise = posterior.explain(x).noise
+        assert noise.device.type == "cuda"
+
+
+def test_heads_have_the_tails_that_are_given():
+    heads = {"a": lw.StudentT(df=4.0, noise_variance=0.3), "b": lw.Gaussian(0.2)}
+    joint = lw.Joint(heads, {"a": slice(0, 2), "b": slice(2, 3)})
+    x, y = data(400, 1, 3)
+    posterior = lw.fit(network("three outputs"), [(x, {"a": y[:, :2], "b": y[:, 2:]})], lw.KFAC(), likelihood=joint)
+    prediction, latent = posterior.predict(FAR), posterior.latent(FAR)
+    assert (prediction["a"].df, prediction["b"].df) == (4.0, None)
+    torch.testing.assert_close(prediction["a"].variance, 0.3 + latent.variance[:, :2])
+    torch.testing.assert_close(prediction["b"].variance, 0.2 + latent.variance[:, 2:])
