@@ -153,20 +153,21 @@ def _scores(member: Posterior, held_out: Sequence[Samples]) -> Tensor:
         candidates = [_changed(member, 10**exponent) for exponent in FACTORS]
         scores = sample_scores([member], lambda _: candidates, held_out, aim=member.aim or DEFAULT_AIM)
         return scores[0, :, 0]
-    scaled, parts = has_prior(member.covariance), []
+    parts = []
     for samples in held_out:
-        prediction: Any = member.predict(samples.inputs)
-        rows = prediction.rows if isinstance(prediction, PredictionAtPositions) else prediction
-
-        def log_prob(factor: float) -> Tensor:
-            latent = rows.latent.scaled(factor) if scaled else rows.latent
-            changed = replace(rows, latent=latent, noise_variance=factor * rows.noise_variance)
-            if rows is not prediction:
-                changed = PredictionAtPositions(changed, prediction.latent)
-            return changed.log_prob(samples.targets.to(rows.mean.device)).flatten()
-
-        parts.append(torch.stack([log_prob(10**exponent) for exponent in FACTORS]))
+        prediction, scaled = member.predict(samples.inputs), has_prior(member.covariance)
+        targets = samples.targets.to(member.tangent.device)
+        rows = [_scaled(prediction, 10**exponent, scaled).log_prob(targets).flatten() for exponent in FACTORS]
+        parts.append(torch.stack(rows))
     return torch.cat(parts, 1)
+
+
+def _scaled(prediction: Any, factor: float, latent_too: bool) -> Any:
+    """Returns a prediction of a regression with its noise variances, and its latent too, multiplied by a factor."""
+    if isinstance(prediction, PredictionAtPositions):
+        return PredictionAtPositions(_scaled(prediction.rows, factor, latent_too), prediction.latent)
+    latent = prediction.latent.scaled(factor) if latent_too else prediction.latent
+    return replace(prediction, latent=latent, noise_variance=factor * prediction.noise_variance)
 
 
 def _changed(member: Posterior[P], factor: float) -> Posterior[P]:

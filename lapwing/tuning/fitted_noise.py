@@ -81,19 +81,22 @@ def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterabl
 
     Cost: a forward pass and predictions of the held-out rows.
     """
-    tails, likelihood, noise = _tails(posterior), posterior.likelihood, getattr(former, "input_noise", None)
+    likelihood: Any = posterior.likelihood
+    tails, noise = _tails(posterior), getattr(former, "input_noise", None)
     if noise is None or tails is None:
         return posterior
     noise, rows = noise.to(torch.device("cpu")), _rows(posterior, held_out, noise.layer, aim)
-    factor = (likelihood.noise_variance or 0.0) / former.noise_variance
+    factor = likelihood.noise_variance / former.noise_variance
     if rows is None or posterior.noise_fixed or int((rows.known()[1] > 0).any(1).sum()) < LEAST_HELD_OUT:
         return _with(posterior, replace(noise.times(factor), spread=torch.ones_like(noise.spread)))
     floor = likelihood.noise_variance * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
-    noise, df = replace(noise, floor=floor), tails[-1] if noise.tails is not None else math.inf
-    far, ones = noise.is_far(rows.features), torch.ones_like(rows.counts())[None]
-    offset, spread, df, _ = level(
-        noise.slope(rows.features)[None], rows, ones, df, floor, far, _is_scaled(posterior, aim)
+    noise, tail = replace(noise, floor=floor), math.inf if noise.tails is None else tails[-1]
+    slopes, far, ones = (
+        noise.slope(rows.features)[None],
+        noise.is_far(rows.features),
+        torch.ones_like(rows.counts())[None],
     )
+    offset, spread, df, _ = level(slopes, rows, ones, tail, floor, far, _is_scaled(posterior, aim))
     return _with(posterior, replace(noise, offset=offset[0], spread=spread[0], df=df[0]))
 
 
@@ -127,7 +130,7 @@ def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
 
 @torch.no_grad()
 def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | None) -> ResidualRows | None:
-    """Returns the rows of batches, with variances of f by a way if there is an aim; None if there are no rows."""
+    """Returns the rows with known targets, with variances of f by a way if there is an aim; None without batches."""
     tangent, parts = posterior.tangent, []
     for samples in data:
         samples = samples.to(tangent.device)
@@ -141,7 +144,8 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
             latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, aim.via or DEFAULT_WAY, False)
             variance = doubled((latent.rows if has_positions(latent) else latent).variance)
         features = doubled(features_at(tangent, layer, inputs))
-        parts.append([part if part is None else part.cpu() for part in (features, residuals, weights, variance)])
+        seen = ~residuals.isnan().all(1)
+        parts.append([part if part is None else part[seen].cpu() for part in (features, residuals, weights, variance)])
     if not parts:
         return None
     columns: Any = zip(*parts, strict=True)

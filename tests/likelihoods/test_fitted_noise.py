@@ -7,6 +7,7 @@ import math
 import pickle
 from dataclasses import replace
 from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_all_parts_of_a_prediction_have_the_same_noise(kind, likelihood):
         covariance = prediction.latent.covariance + prediction.aleatoric_variance.diag_embed()
         wanted = torch.distributions.MultivariateNormal(mean, covariance).log_prob(y)
         torch.testing.assert_close(prediction.log_prob(y), wanted)
-        torch.testing.assert_close(high, mean + total.sqrt() * math.sqrt(2) * torch.erfinv(torch.tensor(0.8, dtype=F64)))
+        torch.testing.assert_close(high, mean + total.sqrt() * NormalDist().inv_cdf(0.9))
     else:
         assert prediction.df == 4
 
@@ -209,8 +210,8 @@ def test_positions_have_the_features_of_their_position():
     model, x, y = network("three outputs"), *data(400, 1, 3)
     rows = lambda values: values.unflatten(0, (-1, 4))  # noqa: E731
     held_out = tuple(map(rows, data(152, 2, 3)))
-    posterior = lw.fit(model, (rows(x), rows(y)), lw.KFAC(), likelihood=lw.Gaussian(noise="input", noise_ratios=[1.0, 1, 1]),
-                       validation=held_out)  # fmt: skip
+    likelihood = lw.Gaussian(noise="input", noise_ratios=[1.0, 1.0, 1.0])
+    posterior = lw.fit(model, (rows(x), rows(y)), lw.KFAC(), likelihood=likelihood, validation=held_out)
     test = rows(FAR[:64])
     found = check_noise(posterior, model[-1], test)
     assert found.shape == (16, 4, 3)
@@ -251,8 +252,12 @@ def test_loaders_give_the_rows_in_their_order():
     parts = posterior.predict([FAR[:7], FAR[7:8], FAR[8:]])
     torch.testing.assert_close(parts.aleatoric_variance, whole.aleatoric_variance)
     order: list[Tensor] = []
-    shuffled = DataLoader(TensorDataset(FAR, torch.arange(65)), 16, shuffle=True,
-                          collate_fn=lambda rows: order.append(torch.tensor([i for _, i in rows])) or torch.stack([x for x, _ in rows]))  # fmt: skip
+
+    def joined(rows):
+        order.append(torch.stack([number for _, number in rows]))
+        return torch.stack([x for x, _ in rows])
+
+    shuffled = DataLoader(TensorDataset(FAR, torch.arange(65)), 16, shuffle=True, collate_fn=joined)
     prediction = posterior.predict(shuffled)
     torch.testing.assert_close(prediction.aleatoric_variance, whole.aleatoric_variance[torch.cat(order)])
 
@@ -281,14 +286,18 @@ def test_a_network_in_bfloat16():
 
 
 def test_missing_targets_do_not_count():
-    """A row whose only target is missing is no row."""
+    """A training row whose only target is missing is no row, and one of three outputs is missing for some rows."""
     x, y = torch.cat([X, 5 * X[:50]]), torch.cat([Y, torch.full((50, 1), torch.nan, dtype=F64)])
-    likelihood = lw.Gaussian(missing=True, noise="input")
-    held_out = tuple(torch.cat([value, filled]) for value, filled in zip(HELD_OUT, (X[:20], y[-20:]), strict=True))
-    some, every = (lw.fit(network(), rows, lw.KFAC(), likelihood=likelihood, validation=validation)
-                   for rows, validation in (((X, Y), HELD_OUT), ((x, y), held_out)))  # fmt: skip
-    first, second = (posterior.predict(TEST[0]).std for posterior in (some, every))
-    torch.testing.assert_close(first, second, rtol=0.1, atol=0)
+    options: dict[str, Any] = {"likelihood": lw.Gaussian(missing=True, noise="input"), "validation": HELD_OUT}
+    some, every = (lw.fit(network(), rows, lw.KFAC(), **options) for rows in ((X, Y), (x, y)))
+    torch.testing.assert_close(every.predict(FAR).aleatoric_variance, some.predict(FAR).aleatoric_variance,
+                               rtol=1e-3, atol=0)  # fmt: skip
+    x, y = data(400, 1, 3)
+    holes = torch.where(torch.arange(400)[:, None] % 4 == torch.arange(3), torch.nan, y)
+    options["validation"] = data(150, 2, 3)
+    some, every = (lw.fit(network("three outputs"), (x, targets), lw.KFAC(), **options) for targets in (holes, y))
+    found, wanted = (check_noise(posterior, posterior.model[-1]) for posterior in (some, every))
+    torch.testing.assert_close(found.log()[:60], wanted.log()[:60], rtol=0, atol=0.5)
 
 
 def test_weights_count_as_repeated_rows():
@@ -299,7 +308,6 @@ def test_weights_count_as_repeated_rows():
     plain = lw.fit(network(), (X[repeated], Y[repeated]), lw.KFAC(), **options)
     ignored = lw.fit(network(), (X, Y), lw.KFAC(), **options)
     found, wanted, other = (p.predict(TEST[0]).std for p in (weighed, plain, ignored))
-    print((found / wanted - 1).abs().max(), (other / wanted - 1).abs().max())
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
     assert (other / wanted - 1).abs().max() > 0.01
 
@@ -352,9 +360,9 @@ def test_options_of_the_noise_are_kept(likelihood):
 # --- posteriors ------------------------------------------------------------------------------------------------------
 
 KEPT: dict[str, dict[str, Any]] = {
-    "normal": {}, "student": {"likelihood": lw.StudentT()}, "constant student": {"likelihood": lw.StudentT(noise="constant")},
-    "constant": {"likelihood": lw.Gaussian(noise="constant")}, "outputs": {"kind": "three outputs"},
-    "positions": {"likelihood": lw.Gaussian(noise="input"), "method": lw.KFAC()},
+    "normal": {}, "student": {"likelihood": lw.StudentT()}, "outputs": {"kind": "three outputs"},
+    "constant student": {"likelihood": lw.StudentT(noise="constant")},
+    "constant": {"likelihood": lw.Gaussian(noise="constant")},
 }  # fmt: skip
 
 
@@ -387,7 +395,8 @@ def test_a_damaged_noise_is_refused(tmp_path):
 
 
 def test_the_posterior_says_what_its_noise_depends_on():
-    text, noise = str(fitted(likelihood=lw.StudentT(noise="input"))), fitted(likelihood=lw.StudentT(noise="input")).likelihood.input_noise
+    posterior = fitted(likelihood=lw.StudentT(noise="input"))
+    text, noise = str(posterior), posterior.likelihood.input_noise
     low, high = (float((noise.offset + end).exp()) for end in (noise.low, noise.high))
     assert f"noise variance from {low:.2g} to {high:.2g} by the inputs of layer 2" in text
     assert f"Student t with {float(noise.df):.2g} degrees of freedom" in text
@@ -502,9 +511,8 @@ def test_a_scale_factor_is_chosen_for_the_noise_of_predictions():
     assert score(way.factor) >= max(score(0.7 * way.factor), score(1.4 * way.factor)) - 0.2
 
 
-@pytest.mark.parametrize("likelihood", [lw.Gaussian(noise="input"), lw.StudentT()], ids=repr)
-def test_a_network_on_a_gpu_has_the_same_noise(likelihood, tmp_path):
-    options: dict[str, Any] = {"method": lw.KFAC(), "likelihood": likelihood}
+def test_a_network_on_a_gpu_has_the_same_noise(tmp_path):
+    options: dict[str, Any] = {"method": lw.KFAC(), "likelihood": lw.StudentT(noise="input")}
     wanted = lw.fit(network(), (X, Y), validation=HELD_OUT, **options)
     expected = wanted.update((X[:20], Y[:20]), tune=lw.Validation(HELD_OUT)).predict(FAR)
     with Device("cuda") as device:
