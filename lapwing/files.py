@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .errors import LapwingError, shown
 
-FORMAT = 6  # the format that is written: see docs/file-format.md
+FORMAT = 7  # the format that is written: see docs/file-format.md
 OLDEST = 5  # the first format that every later version reads
 KEY = "lapwing"  # of the JSON header in the metadata of the safetensors file
 

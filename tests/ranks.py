@@ -74,8 +74,15 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "VaLLA": (3, lambda held_out: {"method": lw.VaLLA(8)}),
     "validation of a regression": (1, lambda held_out: {"method": lw.KFAC(), "validation": held_out}),
     "no tuning": (1, lambda held_out: {"method": lw.KFAC(), "tune": None}),
+    "noise of residuals": (1, lambda held_out: {
+        "method": lw.KFAC(), "likelihood": lw.StudentT(noise="input"), "validation": held_out}),
+    "noise of training residuals": (1, lambda held_out: {
+        "likelihood": lw.Gaussian(noise="input"), "tune": lw.BoundedEvidence(samples=4)}),
+    "noise and prefixes": (1, lambda held_out: {
+        "method": lw.ELLA(5, 20), "likelihood": lw.Gaussian(noise="input"),
+        "tune": lw.EarlyStopping(held_out, prefixes=3)}),
 }  # fmt: skip
-FEW = ["default", "KFAC of a regression", "ELLA"]
+FEW = ["default", "KFAC of a regression", "ELLA", "noise of residuals"]
 
 
 def numbers(posterior: lw.Posterior) -> dict[str, Any]:

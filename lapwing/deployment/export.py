@@ -219,7 +219,7 @@ def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> st
 
 def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
     """Returns the name of the last value that equals a tensor, or None: a ReLU may equal its input at the example."""
-    for name, value in reversed(values.items()):
+    for name, value in reversed(list(values.items())):
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
         if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
             return name

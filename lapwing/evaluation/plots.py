@@ -158,7 +158,7 @@ def scaled_residuals(prediction: Any, y: Any, ax: Axes | None = None, **line: An
     known, ax, line = ~y.isnan(), _axes(ax), LAPWING | line
     spread, residual = std[known].numpy(), ((y - mean) / std)[known].abs().numpy()
     if isinstance(prediction, Prediction):
-        found = prediction.for_metrics(y.to(prediction.mean))
+        found = prediction.for_metrics(y.to(prediction.mean))  # type: ignore[attr-defined]
         if "pit" in found:  # y is continuous
             residual = normal_residuals(found["pit"]).abs().flatten().numpy()
             spread = found["std"].detach().cpu().double().flatten().numpy()

@@ -42,10 +42,16 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
-    if getattr(likelihood, "noise", None) == "input" and not likelihood.needs_noise:
+    by_input = getattr(likelihood, "noise", None) == "input"
+    if by_input and not likelihood.needs_noise:
         raise LapwingError(
             f"noise_variance={shown(likelihood.noise_variance)} is a noise that does not depend on the input, and "
             "noise='input' asks for one that does. Leave one of them out: write likelihood=lw.Gaussian(noise='input')."
+        )
+    if by_input and (tune is None or not tune.fits_noise):
+        raise LapwingError(
+            f"noise='input' is fitted by a tuning that reads residuals, and tune={shown(tune)} fits none. Leave tune "
+            "out, or write validation=held_out."
         )
 
 

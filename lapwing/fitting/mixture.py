@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..covariance import has_prior
 from ..data.data import Data
 from ..data.frames import check_data
 from ..data.loaders import kept_batches
+from ..data.samples import Samples
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..likelihoods import P
 from ..likelihoods.ensemble import mixed
+from ..likelihoods.prediction_at_positions import PredictionAtPositions
 from ..methods.temperature_scaling import refined
 from ..network.entry import full_precision, outside_modes
 from ..options import Rule, check_argument
@@ -116,7 +119,7 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     """
     check_argument("lw.mixture", "posteriors", posteriors, SEVERAL, "[lw.fit(model, loader) for model in models]")
     kinds = [_kind(member) for member in posteriors]
-    if len({*kinds}) > 1 or not kinds[0].startswith(("categorical", "bernoulli", "gaussian")):
+    if len({*kinds}) > 1 or not kinds[0].startswith(("categorical", "bernoulli", "gaussian", "student_t")):
         raise LapwingError(
             f"The members of lw.mixture have {' and '.join(dict.fromkeys(kinds))}. Fit all of them to the same data, "
             "with likelihood=lw.Categorical(), lw.Bernoulli() or lw.Gaussian(), on one device."
@@ -126,11 +129,8 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
     check_data(validation, "lw.mixture")
     held_out = list(Data.of(validation, posteriors[0]))
     # p(y) of the mixture is the mean of p_m(y); if y are class probabilities, the score is a lower bound
-    candidates = lambda member: [_changed(member, 10**exponent) for exponent in FACTORS]  # noqa: E731
-    scores = torch.cat(
-        [sample_scores([member], candidates, held_out, aim=member.aim or DEFAULT_AIM) for member in posteriors]
-    )  # (M, K, 1, N)
-    row = scores.double().logsumexp(0).mean(-1).flatten().nan_to_num(-torch.inf)
+    scores = torch.stack([_scores(member, held_out) for member in posteriors])  # (M, K, N)
+    row = scores.double().logsumexp(0).mean(-1).nan_to_num(-torch.inf)
     if posteriors[0].logit_temperature is None:  # scores of labels count a pseudo-row already
         outputs = posteriors[0].tangent.outputs
         row += torch.tensor([pull(exponent, outputs) for exponent in FACTORS]) / scores.shape[-1]
@@ -147,11 +147,37 @@ def _kind(member: Posterior) -> str:
     return f"{member.likelihood.name} likelihoods of {outputs}{columns} on {tangent.device}"
 
 
+def _scores(member: Posterior, held_out: Sequence[Samples]) -> Tensor:
+    """Returns the log likelihoods of N held-out samples, or positions of a regression, at each of `FACTORS`, (K, N)."""
+    if member.logit_temperature is not None:
+        candidates = [_changed(member, 10**exponent) for exponent in FACTORS]
+        scores = sample_scores([member], lambda _: candidates, held_out, aim=member.aim or DEFAULT_AIM)
+        return scores[0, :, 0]
+    parts = []
+    for samples in held_out:
+        prediction, scaled = member.predict(samples.inputs), has_prior(member.covariance)
+        targets = samples.targets.to(member.tangent.device)
+        rows = [_scaled(prediction, 10**exponent, scaled).log_prob(targets).flatten() for exponent in FACTORS]
+        parts.append(torch.stack(rows))
+    return torch.cat(parts, 1)
+
+
+def _scaled(prediction: Any, factor: float, latent_too: bool) -> Any:
+    """Returns a prediction of a regression with its noise variances, and its latent too, multiplied by a factor."""
+    if isinstance(prediction, PredictionAtPositions):
+        return PredictionAtPositions(_scaled(prediction.rows, factor, latent_too), prediction.latent)
+    latent = prediction.latent.scaled(factor) if latent_too else prediction.latent
+    return replace(prediction, latent=latent, noise_variance=factor * prediction.noise_variance)
+
+
 def _changed(member: Posterior[P], factor: float) -> Posterior[P]:
     """Returns a member with its logit temperature, or its covariance of y, multiplied by a factor."""
     if member.logit_temperature is not None:
         return replace(member, likelihood=member.likelihood.with_logit_temperature(factor * member.logit_temperature))
-    noise = factor * member.noise_variance
-    return (
+    noise, fitted = factor * member.noise_variance, getattr(member.likelihood, "input_noise", None)
+    changed = (
         member.at(member.prior.precision / factor, noise) if has_prior(member.covariance) else member.with_noise(noise)
     )
+    if fitted is None:
+        return changed
+    return replace(changed, likelihood=replace(changed.likelihood, input_noise=fitted.times(factor)))  # type: ignore[type-var]

@@ -14,7 +14,7 @@ from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, plain_numbers, shown
-from ..linalg import cholesky, doubled
+from ..linalg import cholesky, double_device, doubled
 from ..options import POSITIVE_NUMBERS, instance_of, option
 from .base import Integrals, Likelihood, apply_weights
 from .input_noise import InputNoise
@@ -81,7 +81,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     noise: Literal["constant", "input"] | None = None
     tails: Literal["normal"] | None = "normal"
-    input_noise: InputNoise | None = option(None, FITTED, compare=False)  # that a tuning fitted
+    input_noise: InputNoise | None = option(None, FITTED)  # that a tuning fitted
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True
@@ -256,6 +256,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         variance = latent.variance
         if selected:  # other outputs are not read
             variance = variance.new_zeros(len(variance), len(noise.offset)).scatter(1, latent.outputs, variance)
+        noise = noise.to(double_device(features.device))  # from a file or another process it is on the CPU
         ratios = noise.variance(features, variance) / prediction.noise_variance  # (N, C)
         return replace(prediction, noise_ratios=ratios.to(prediction.mean), df=noise.tails)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +15,7 @@ LARGEST_FEATURE = 6.0
 """Largest absolute value of a standardised feature; larger ones are clipped."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InputNoise:
     """Noise variance of C outputs, `log σ²_c(x) = b_c + clamp(w_cᵀ z(x), low_c, high_c)`, in squared units of y.
 
@@ -57,6 +58,15 @@ class InputNoise:
         parts += [] if self.tails is None else [f"Student t with {self.tails:.2g} degrees of freedom"]
         return "; ".join(parts)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all tensors and the layer are equal."""
+        if not isinstance(other, InputNoise) or self.layer != other.layer:
+            return False
+        return all(torch.equal(value, other.tensors[name]) for name, value in self.tensors.items())
+
+    def __hash__(self) -> int:
+        return hash((self.layer, self.weights.shape))
+
     @cached_property
     def tails(self) -> float | None:
         """ν as a number; None for normal noise."""
@@ -72,6 +82,10 @@ class InputNoise:
         moved = InputNoise(**{name: value.to(device) for name, value in self.tensors.items()}, layer=self.layer)
         vars(moved)["tails"] = self.tails  # so that the host need not read a device, or a graph that is traced
         return moved
+
+    def times(self, factor: float) -> InputNoise:
+        """Returns the noise with all variances multiplied by a factor."""
+        return replace(self, offset=self.offset + math.log(factor), floor=self.floor * factor)
 
     def slope(self, features: Tensor) -> Tensor:
         """Returns `clamp(wᵀz, low, high)`, (B, C), for features (B, F). Time O(B C F)."""

@@ -45,7 +45,8 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     An open noise variance of a Gaussian head is the mean squared residual of the data in `validation=`, or else of the
     training data, which takes one more forward pass. `lw.Validation` then chooses the noise variance or the logit
     temperature of each head, for predictions: the curvature keeps the residual. Other tunings choose only the prior
-    precision. A file cannot store the heads: write `lw.load(path, model, likelihood=joint)`.
+    precision. The noise of a head is equal at all inputs, with the tails of `lw.StudentT(df=4)` if they are given. A
+    file cannot store the heads: write `lw.load(path, model, likelihood=joint)`.
 
     Args:
         likelihoods: key -> likelihood.
@@ -67,6 +68,12 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         if self.keys != tuple(self.outputs):
             keys = f"{shown(list(self.keys))}, and outputs of {shown(list(self.outputs))}"
             raise LapwingError(f"Joint has likelihoods of {keys}. Pass both for the same keys.")
+        for key, head in self.likelihoods.items():
+            if getattr(head, "noise", None) == "input":
+                raise LapwingError(
+                    f"The noise of a head of lw.Joint is equal at all inputs, and the head {key!r} has noise='input'. "
+                    "Leave it out, or fit this head alone: [(x, y[key]) for x, y in loader], with forward=."
+                )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -188,6 +195,10 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         self.choose_link(latent, link)
         heads = {key: head.predict(self.part(latent, key), None, generator) for key, head in self.likelihoods.items()}
         return JointPrediction(self, heads, latent.mean.shape[-1])
+
+    def at_features(self, prediction: Any, features: Tensor | None) -> Any:
+        heads = prediction.items()
+        return replace(prediction, predictions={key: self.likelihoods[key].at_features(p, None) for key, p in heads})
 
     def _indices(self, key: str, outputs: int) -> Tensor:
         """Returns the indices of the outputs of a head; raises unless they exist and belong to no other head."""

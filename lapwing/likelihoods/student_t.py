@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
+from torch import Tensor
 
-from ..covariance import AnyLatent
 from ..options import number, option
 from .gaussian import Gaussian
-from .links import Link
 from .registry import register_likelihood
-from .regression import RegressionPrediction
 
 
 @register_likelihood
@@ -55,8 +52,6 @@ class StudentT(Gaussian):
         """One line as for `lw.Gaussian`, with ν."""
         return super().__repr__().replace("StudentT(", f"StudentT(df={self.df}, ", 1)
 
-    def predict(
-        self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
-    ) -> RegressionPrediction:
-        """Returns the predictive distribution, latent plus noise, with the given tails; normal if ν is still open."""
-        return replace(super().predict(latent, link, generator), df=self.df)
+    def at_features(self, prediction: Any, features: Tensor | None) -> Any:
+        """Returns the prediction with the tails that are given or fitted; normal if ν is still open."""
+        return super().at_features(replace(prediction, df=self.df), features)

@@ -177,7 +177,7 @@ class Posterior(Displayed, Generic[P]):
 
         Args:
             prior_precision: δ, a number or {block or parameter pattern: number}.
-            noise_variance: σ²; None keeps the present one.
+            noise_variance: σ², for all inputs; None keeps the present one, and noise that the fit found in residuals.
 
         Raises:
             LapwingError: if a number is not positive, or if the weights have changed since the fit.
@@ -516,6 +516,8 @@ class Posterior(Displayed, Generic[P]):
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.
             tune: `lw.Evidence()` or `lw.Validation(loader)`, which chooses again the values that the user did not give.
+                If the noise depends on the input, `lw.Validation` keeps how it does and chooses its level and tails;
+                `lw.Evidence` replaces it by one noise variance.
             sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`.
             progress: whether to show a bar; None shows it on a terminal.
 

@@ -81,7 +81,7 @@ def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[st
         _check_tensor(f"prior_mean/{block.name}", tensors, (block.size,), (tangent.dtype,))
     for name, value in tensors.items():
         checked = not name.startswith(("weights/", "history/")) and value.is_floating_point()
-        if checked and not is_finite(value):
+        if checked and not is_finite(value if name != "noise/df" else 1 / value):  # normal noise has df = inf
             raise ValueError(f"the tensor {name} holds NaN or infinite values")
     likelihood, precision = header["likelihood"], tensors.get("covariance/precision")
     if precision is not None and not (precision > 0).all():

@@ -50,10 +50,7 @@ def evenly_spaced_batches(
     loader has no samples, or another number of samples than the fit read.
     """
     device, shown = posterior.tangent.device, training.shown
-    if training.chosen:
-        yield from (samples.to(device) for samples in training.loader)
-        return
-    whole = shown or posterior.samples
+    whole = sum(Samples.of(batch).count for batch in training.loader) if training.chosen else shown or posterior.samples
     start = taken = 0
 
     def count(size: int) -> int:
@@ -75,7 +72,8 @@ def evenly_spaced_batches(
         start += size
         if taken >= limit:
             return
-    if before is None and (not taken or (shown == posterior.samples and start != whole)):
+    read_whole = shown == posterior.samples and not training.chosen
+    if before is None and (not taken or (read_whole and start != whole)):
         raise other_size(start, "to the tuning", posterior.samples)
 
 
@@ -87,6 +85,9 @@ class Tuning(Options, ABC):
 
     loader: Any = None
     """Held-out data. None means that the tuning reads none."""
+
+    fits_noise: ClassVar[bool] = False
+    """Whether it fits noise that depends on the input: `lw.Gaussian(noise="input")`."""
 
     tunes_updates: ClassVar[bool] = False
     """Whether `Posterior.update` can use it, which has only the further data and no `Training`."""

@@ -32,8 +32,9 @@ def last_layer_of(tangent: Tangent) -> str:
 def features_at(tangent: Tangent, block: str, inputs: Inputs) -> Tensor:
     """Returns the features (N, F) of B inputs, in the order of the rows of the outputs, N = B or B T positions.
 
-    They are the inputs of a block's last layer: at each position if the layer gives the outputs, else their mean over
-    positions. "" for the block means the outputs themselves. They keep their graph if the inputs require gradients.
+    They are the inputs of a block's last layer: at each position if the layer has the positions of the outputs, else
+    their mean over positions. "" for the block means the outputs themselves. They keep their graph if the inputs
+    require gradients.
 
     Cost: one forward pass, in which only this layer is recorded.
     """
@@ -44,15 +45,14 @@ def features_at(tangent: Tangent, block: str, inputs: Inputs) -> Tensor:
     frozen, parts = [value for value in watched.values() if not value.requires_grad], []
     for _, chunk in inputs.chunks(tangent.chunk_length(1)):
         recording = tangent.call.recorded(chunk, watched, frozen=frozen, repeats=True)
-        use, (*_, (_, axis, _)) = recording.noted[-1].use, tangent.plan.uses[block]
-        layout = tangent.positions
-        sizes = layout.sizes(recording.shaped.shape)
-        patches = use.position_inputs(sizes, chunk.samples) if layout.rows_are_positions else None
-        if patches is not None:
-            rows = torch.cat(list(patches))
-        else:
-            mean = rows_of(use, axis, chunk.samples)
-            assert mean is not None  # the block was chosen by `last_layer_of`
-            rows = mean.repeat_interleave(layout.places(chunk.samples, sizes).count, 0)
+        noted, (*_, (_, axis, _)) = recording.noted[-1], tangent.plan.uses[block]
+        sizes = tangent.positions.sizes(recording.shaped.shape)
+        places = tangent.positions.places(chunk.samples, sizes)
+        mean = rows_of(noted.use, axis, chunk.samples)
+        assert mean is not None  # the block was chosen by `last_layer_of`
+        patches = None
+        if places.sizes and noted.out.movedim(noted.use.features or 0, -1).shape[:-1] == (chunk.samples, *sizes):
+            patches = noted.use.position_inputs(sizes, chunk.samples * places.count)
+        rows = mean.repeat_interleave(places.count, 0) if patches is None else torch.cat(list(patches))
         parts.append(rows if inputs.wants_gradient else rows.detach())
     return torch.cat(parts)

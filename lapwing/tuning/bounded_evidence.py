@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..covariance import has_prior
 from ..network.entry import outside_modes
@@ -11,6 +12,7 @@ from ..options import at_least, option, positive
 from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from .evidence import Evidence
+from .fitted_noise import rows_wanted
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
 from .search import crossing, evenly
@@ -66,6 +68,7 @@ class BoundedEvidence(Tuning):
         True
     """
 
+    fits_noise: ClassVar[bool] = True
     nats: float = option(0.005, positive())
     samples: int = option(500, at_least(1))
     decades: float = option(8.0, positive())
@@ -89,7 +92,7 @@ class BoundedEvidence(Tuning):
 
     def training_samples(self, posterior: Posterior) -> int:
         if not posterior.noise_fixed:
-            return inputs_read(posterior, 4 * self.samples)
+            return max(inputs_read(posterior, 4 * self.samples), rows_wanted(posterior))
         if posterior.prior.fixed or posterior.likelihood.needs_noise:
             return 0
         return number_of_inputs(posterior, self.samples)

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ..covariance import has_positions, has_prior
 from ..data.samples import Samples
-from ..linalg import doubled
+from ..likelihoods.input_noise import InputNoise
+from ..linalg import double_device, doubled
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..prediction.aim import DEFAULT_AIM, Aim
 from ..prediction.linearized import DEFAULT_WAY
 from ..tangent.features import features_at, last_layer_of
-from .noise_shape import SHAPE_ROWS, ResidualRows, chosen, loss
+from .noise_shape import LEAST_HELD_OUT, SHAPE_ROWS, ResidualRows, chosen, level, loss
 from .training_kernel import targets_of
 
 log = logging.getLogger("lapwing")
@@ -50,29 +51,69 @@ def with_noise_of_residuals(
     if tails is None:
         return posterior
     floor = (likelihood.noise_variance or 0.0) * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
-    layer, noise = last_layer_of(posterior.tangent), likelihood.noise
+    layer, noise, way = last_layer_of(posterior.tangent), likelihood.noise, aim if held_out is None else None
     if posterior.noise_fixed:  # the level is given, and any rows show the tails
         training, held_out, noise = training if held_out is None else held_out, None, "constant"
-    train = _rows(posterior, training, layer, aim if held_out is None else None)
+    train = _rows(posterior, training, layer, way)
     latent = None if train is None else train.latent
     if train is None:
         return posterior
     if latent is not None:  # h = v/(v + σ²)
         train = train._replace(leverages=latent / (latent + floor), latent=None)
     rows = None if held_out is None else _rows(posterior, held_out, layer, aim)
-    scaled = not posterior.prior.fixed and has_prior(posterior.covariance) and aim.other_way is None
     if rows is not None:
         losses = loss(rows.residuals.square(), floor, math.inf, rows.latent)
         rows = rows._replace(losses=losses.nan_to_num().sum(1))
-    found = chosen(train, floor, rows, noise, tails, scaled)
+    found = chosen(train, floor, rows, noise, tails, _is_scaled(posterior, aim))
     if found is None:
         return posterior
-    spread = float(found.spread)
+    if posterior.noise_fixed:  # also far from the data
+        found = replace(found, whitening=torch.zeros_like(found.whitening[:, :1]))
+    return _with(posterior, replace(found, layer=layer))
+
+
+def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterable[Samples], aim: Aim) -> Posterior:
+    """Returns the posterior with the shape of the noise of a former likelihood, at the level of held-out rows.
+
+    The weights w stay, and b, s and ν follow from the rows, as in `with_noise_of_residuals`. With fewer than
+    `LEAST_HELD_OUT` of them σ²(x) is the former one times the ratio of the noise variances. Without such a noise
+    nothing changes.
+
+    Cost: a forward pass and predictions of the held-out rows.
+    """
+    likelihood: Any = posterior.likelihood
+    tails, noise = _tails(posterior), getattr(former, "input_noise", None)
+    if noise is None or tails is None:
+        return posterior
+    noise, rows = noise.to(torch.device("cpu")), _rows(posterior, held_out, noise.layer, aim)
+    factor = likelihood.noise_variance / former.noise_variance
+    if rows is None or posterior.noise_fixed or int((rows.known()[1] > 0).any(1).sum()) < LEAST_HELD_OUT:
+        return _with(posterior, replace(noise.times(factor), spread=torch.ones_like(noise.spread)))
+    floor = likelihood.noise_variance * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
+    noise, tail = replace(noise, floor=floor), math.inf if noise.tails is None else tails[-1]
+    slopes, far, ones = (
+        noise.slope(rows.features)[None],
+        noise.is_far(rows.features),
+        torch.ones_like(rows.counts())[None],
+    )
+    offset, spread, df, _ = level(slopes, rows, ones, tail, floor, far, _is_scaled(posterior, aim))
+    return _with(posterior, replace(noise, offset=offset[0], spread=spread[0], df=df[0]))
+
+
+def _is_scaled(posterior: Posterior, aim: Aim) -> bool:
+    """Whether the latent covariance may get another factor s."""
+    return not posterior.prior.fixed and has_prior(posterior.covariance) and aim.other_way is None
+
+
+def _with(posterior: Posterior, noise: InputNoise) -> Posterior:
+    """Returns the posterior with this noise, and with δ/s and s σ²."""
+    spread = float(noise.spread)
     if spread != 1:
-        posterior = posterior.at(posterior.prior.precision / spread, spread * (likelihood.noise_variance or 0.0))
-    found, likelihood = replace(found, layer=layer), posterior.likelihood
-    log.info("The residuals show %s", found)
-    return replace(posterior, likelihood=replace(likelihood, input_noise=found))
+        posterior = posterior.at(posterior.prior.precision / spread, spread * (posterior.noise_variance or 0.0))
+    likelihood: Any = posterior.likelihood
+    log.info("The residuals show %s", noise)
+    noise = noise.to(double_device(posterior.tangent.device))
+    return replace(posterior, likelihood=replace(likelihood, input_noise=noise))
 
 
 def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
@@ -89,7 +130,7 @@ def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
 
 @torch.no_grad()
 def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | None) -> ResidualRows | None:
-    """Returns the rows of batches, with variances of f by a way if there is an aim; None if there are no rows."""
+    """Returns the rows with known targets, with variances of f by a way if there is an aim; None without batches."""
     tangent, parts = posterior.tangent, []
     for samples in data:
         samples = samples.to(tangent.device)
@@ -103,7 +144,8 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
             latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, aim.via or DEFAULT_WAY, False)
             variance = doubled((latent.rows if has_positions(latent) else latent).variance)
         features = doubled(features_at(tangent, layer, inputs))
-        parts.append([part if part is None else part.cpu() for part in (features, residuals, weights, variance)])
+        seen = ~residuals.isnan().all(1)
+        parts.append([part if part is None else part[seen].cpu() for part in (features, residuals, weights, variance)])
     if not parts:
         return None
     columns: Any = zip(*parts, strict=True)

@@ -6,7 +6,7 @@ import copy
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ..options import SEED, at_least, option
 from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from ..tangent import Tangent
+from .fitted_noise import rows_wanted
 from .regression_width import ABOVE_RESIDUAL, SAMPLES, with_left_out_width
 from .training_kernel import table_of
 
@@ -71,6 +72,7 @@ class Refit(Tuning):
         True
     """
 
+    fits_noise: ClassVar[bool] = True
     samples: int = option(10_000, at_least(20))
     steps: int = option(1000, at_least(1))
     seed: int = option(0, SEED)
@@ -93,7 +95,7 @@ class Refit(Tuning):
         return not posterior.noise_fixed and not has_prior(posterior.covariance)
 
     def training_samples(self, posterior: Posterior) -> int:
-        return self.samples
+        return max(self.samples, rows_wanted(posterior))
 
     def _error(self, posterior: Posterior, training: Training) -> float | None:
         """Returns Y, or None if no fresh copy can be made."""

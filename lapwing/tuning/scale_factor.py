@@ -23,9 +23,8 @@ from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
-from ..posterior.latents import first_inputs
+from ..posterior.latents import first_inputs, latent_of
 from ..prediction import Linearized, Scaled, Way
-from ..tangent.features import features_at
 from .choice import RISING
 from .search import golden_section, pull
 
@@ -175,18 +174,17 @@ def _score_of(
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
 ) -> tuple[list[tuple[Any, Tensor, Tensor | None]], int]:
-    """Returns the latents, targets and features of the noise of a loader, and its number of inputs.
+    """Returns the latents, the targets and the features of the noise of a loader, and its number of inputs.
 
     Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
     kept: list[tuple[Any, Tensor, Tensor | None]] = []
-    count, any_known = 0, False
-    tangent, layer = posterior.tangent, None if expected else posterior.likelihood.features_read
+    count, any_known, tangent = 0, False, posterior.tangent
     for samples in loader:
         samples = samples.to(tangent.device)
-        targets = samples.targets
-        features = None if layer is None else features_at(tangent, layer, tangent.check(samples.inputs))
-        latent: Any = posterior.latent(samples.inputs, via)
+        targets, layer = samples.targets, posterior.likelihood.features_read
+        latent: Any
+        latent, features = latent_of(tangent, posterior.covariance, samples.inputs, via, False, layer=layer)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):

@@ -28,7 +28,7 @@ from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import no_rank_error
-from .fitted_noise import rows_wanted, with_noise_of_residuals
+from .fitted_noise import rows_wanted, with_level_of_residuals, with_noise_of_residuals
 from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
@@ -63,6 +63,7 @@ LINK = Rule(lambda value: isinstance(value, Link) and _is_plain(value), "a link 
 class _OnHeldOutData(Tuning):
     """A tuning on held-out data, which may compare ranks of a subspace, and does not read the evidence."""
 
+    fits_noise: ClassVar[bool] = True
     loader: Any
     ranks: tuple[int, ...]
     via: Way | None
@@ -93,9 +94,14 @@ class _OnHeldOutData(Tuning):
     def training_samples(self, posterior: Posterior) -> int:
         return max(rows_wanted(posterior), 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES))
 
-    def _with_noise(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
-        """Returns the posterior with the noise that the residuals show, if the training data are known."""
-        rows = rows_wanted(posterior) if training.shown is not None else 0
+    def _with_noise(self, posterior: Posterior, training: Training, held_out: Data, former: Posterior) -> Posterior:
+        """Returns the posterior with the noise that the residuals show.
+
+        Without the training data (for `Posterior.update`) this is the noise before the tuning, at another level.
+        """
+        if training.shown is None:
+            return with_level_of_residuals(posterior, former.likelihood, held_out, self._aim)
+        rows = rows_wanted(posterior)
         if not rows:
             return posterior
         batches = evenly_spaced_batches(training, rows, posterior)
@@ -198,7 +204,7 @@ class Validation(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
-        best = self._with_noise(best, training, held_out)
+        best = self._with_noise(best, training, held_out, posterior)
         best = replace(best, aim=self._aim) if best is not posterior or self._aim != DEFAULT_AIM else best
         return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
 
@@ -286,7 +292,7 @@ class EarlyStopping(_OnHeldOutData):
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
         trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)
         best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
-        best = self._with_noise(best, training, held_out)
+        best = self._with_noise(best, training, held_out, posterior)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)

@@ -113,6 +113,12 @@ REFUSED = [
     *((lambda shape=shape: fit(torch.ones(9, 1), root_of(*shape), 1),
        f"fisher_root of Rooted returned {shape} and must return (B, C, R)") for shape in ((9,), (9, 1), (9, 2, 1))),
     # targets
+    (lambda: fit(REAL, Gaussian(0.1, noise="input")),
+     "noise_variance=0.1 is … noise='input' … write likelihood=lw.Gaussian(noise='input')"),
+    (lambda: fit(REAL, lw.StudentT(noise_variance=0.1, noise="input")), "noise_variance=0.1 is a noise"),
+    (lambda: fit(REAL, Gaussian(noise="input"), tune=lw.Evidence()),
+     "tune=Evidence(per_layer=False, rank_gap=None) fits none. Leave tune out"),
+    (lambda: fit(REAL, Gaussian(noise="input"), tune=None), "tune=None fits none … write validation=held_out"),
     (lambda: Gaussian(1.0).log_prob(X[:4, :2], X[:4, 0]), "(4, 2)"),
     (lambda: Categorical(class_weights=[1.0, 2.0]).check(logits(), LABELS), "one weight for each of 3 classes"),
     (lambda: Bernoulli(pos_weight=[1.0, 2.0]).check(logits(), ANSWERS), "one for each of 3 outputs"),
@@ -199,6 +205,8 @@ REFUSED = [
     # several heads
     (lambda: lw.Joint({"a": Gaussian()}, {"a": slice(1)}), "at least two keys"),
     (lambda: lw.Joint({"a": Gaussian(), "b": Poisson()}, {"a": slice(1), "c": slice(1)}), "for the same keys"),
+    (lambda: lw.Joint({"a": Gaussian(noise="input"), "b": Poisson()}, {"a": slice(1), "b": slice(1)}),
+     "the head 'a' has noise='input'"),
     (lambda: packed({"a": X, "b": X[:3]}), "the same B"),
     (lambda: fitted(network(), joint=None), "keys ['box', 'kind'], and the likelihood has no heads … lw.Joint"),
     (lambda: fitted(network(), {"kind": Y["kind"], "other": Y["box"]}), "keys ['kind', 'other'], and the"),

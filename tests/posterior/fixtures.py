@@ -63,6 +63,11 @@ def numbers() -> tuple[Tensor, Tensor]:
     return x, x[:, :1].sin() + 0.1 * torch.randn(12, 1)
 
 
+def pairs() -> tuple[Tensor, Tensor]:
+    x, y = numbers()
+    return x, torch.cat([y, 2 * y + torch.randn(12, 1)], 1)
+
+
 def fitted(method: lw.Method | None, **options: Any) -> Callable[..., lw.Posterior]:
     return lambda model, x, y: lw.fit(model, [(x, y)], method, **options)
 
@@ -125,6 +130,8 @@ CASES = {
     "temperature": Case(mlp(3), classes, fitted(lw.TemperatureScaling())),
     "weighted": Case(mlp(3), classes, fitted(lw.KFAC(), likelihood=lw.Categorical(class_weights=(1.0, 2.0, 3.0)))),
     "gaussian": Case(mlp(1), numbers, fitted(lw.KFAC(), likelihood=lw.Gaussian(0.1))),
+    "noise": Case(mlp(2), pairs, fitted(lw.KFAC(), likelihood=lw.Gaussian(noise="input"))),
+    "tails": Case(mlp(1), numbers, fitted(lw.KFAC(), likelihood=lw.StudentT())),
     "former": Case(mlp(3), classes, continued),
     "early-stopping": Case(mlp(3), classes, early),
 }

@@ -192,7 +192,7 @@ def test_missing_and_foreign(tmp_path: Path) -> None:
 def test_other_formats(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version, parts in (
         (4, ("has format 4, older than the 5", "Fit again")),
-        (7, ("format 7, newer", "newer version of lapwing-torch")),
+        (8, ("format 8, newer", "newer version of lapwing-torch")),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(files, "FORMAT", version)
