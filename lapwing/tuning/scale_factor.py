@@ -23,8 +23,9 @@ from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
-from ..posterior.latents import first_inputs, latent_of
+from ..posterior.latents import first_inputs
 from ..prediction import Linearized, Scaled, Way
+from ..tangent.features import features_at
 from .choice import RISING
 from .search import golden_section, pull
 
@@ -179,12 +180,13 @@ def _latents(
     Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
     kept: list[tuple[Any, Tensor, Tensor | None]] = []
-    count, any_known, tangent = 0, False, posterior.tangent
+    count, any_known = 0, False
+    tangent, layer = posterior.tangent, None if expected else posterior.likelihood.features_read
     for samples in loader:
         samples = samples.to(tangent.device)
-        targets, layer = samples.targets, posterior.likelihood.features_read
-        latent: Any
-        latent, features = latent_of(tangent, posterior.covariance, samples.inputs, via, False, layer=layer)
+        targets = samples.targets
+        features = None if layer is None else features_at(tangent, layer, tangent.check(samples.inputs))
+        latent: Any = posterior.latent(samples.inputs, via)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):
