@@ -43,9 +43,11 @@ model.eval()
 # Fit
 # ---
 # ``validation=`` chooses one noise variance for each step, if the held-out windows show that they differ.
+# ``noise="constant"`` says that a step has the same noise in all windows. By default the residuals decide this, too.
 
-without = lw.fit(model, (x[train], y[train]))
-posterior = lw.fit(model, (x[train], y[train]), validation=(x[validation], y[validation]))
+noise_of_steps = lw.Gaussian(noise="constant")
+without = lw.fit(model, (x[train], y[train]), likelihood=noise_of_steps)
+posterior = lw.fit(model, (x[train], y[train]), likelihood=noise_of_steps, validation=(x[validation], y[validation]))
 
 
 def coverage(posterior):

@@ -61,6 +61,6 @@ axes.set(xlabel="test rows, sorted by prediction", ylabel="progression of the di
 axes.legend()
 
 # %%
-# **When not to.** Intervals of a Gaussian are symmetric: train skewed targets on a log scale, and use `lw.Poisson()`
+# **When not to.** Intervals of a regression are symmetric: train skewed targets on a log scale, and use `lw.Poisson()`
 # for counts. If you must guarantee the coverage, use conformal prediction. On a table this small, compare with gradient
 # boosting or a Gaussian process before you choose a network.

@@ -88,5 +88,5 @@ axes[1].legend(fontsize=8)
 # **Also**: ``lw.Ordinal()`` for grades. ``Gamma`` for positive targets and ``StudentT`` for heavy tails are in
 # docs/likelihoods.md, and so is ``prediction.transformed(torch.exp)`` for a network that was trained on ``log y``.
 #
-# **When not to.** For one noise variance, classes or plain counts use ``lw.Gaussian()``, ``lw.Categorical()`` and
+# **When not to.** For real values, classes or plain counts use ``lw.Gaussian()``, ``lw.Categorical()`` and
 # ``lw.Poisson()``: their predictions are exact and several times cheaper, and ``lw.deploy`` accepts them.
