@@ -135,7 +135,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
-    numbers = ("prior_precision", "likelihood", "samples")
+    numbers = ("prior_precision", "likelihood", "samples", "temperature")
     if all(getattr(best, name) == getattr(posterior, name) for name in numbers):
         return best  # the user gave what the tuning could choose
     return replace(best, method=replace(best.method, tuning=repr(tune)))
@@ -169,16 +169,17 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
 
 def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
     """Returns the posterior with the values, the rank and the samples that rank 0 chose."""
-    precision, likelihood, data, rank, method, aim = ranks.sent("the numbers that were tuned", (
+    precision, likelihood, data, rank, *others = ranks.sent("the numbers that were tuned", (
         posterior.prior.precision.tolist(), posterior.likelihood, (posterior.samples, posterior.data_factor),
-        getattr(posterior.covariance, "rank", None), posterior.method, posterior.aim,
+        getattr(posterior.covariance, "rank", None), posterior.method, posterior.aim, posterior.temperature,
     ))  # fmt: skip
+    method, aim, temperature = others
     if not ranks.rank():
         return posterior
     chosen = next(one for one in (posterior, *parts) if (one.samples, one.data_factor) == data)
     if rank is not None and has_rank(chosen.covariance) and chosen.covariance.rank != rank:
         chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
-    chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim)
+    chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim, temperature=temperature)
     if has_prior(chosen.covariance):
         return chosen.at(chosen.prior.precision.new_tensor(precision), likelihood.noise_variance)
     return chosen

@@ -30,6 +30,7 @@ from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, w
 from .evidence import no_rank_error
 from .fitted_noise import rows_wanted, with_level_of_residuals, with_noise_of_residuals
 from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
+from .latent_factor import with_latent_factor
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
@@ -138,6 +139,10 @@ class Validation(_OnHeldOutData):
     most 200, otherwise C. Give `noise_ratios` to keep them. Then held-out residuals decide on the noise and the tails
     of predictions (see `Gaussian`). If they change, so does the level of Σ: (δ, σ²) becomes (δ/s, s σ²).
 
+    Other likelihoods, such as `lw.Poisson()`, have neither σ² nor T. At the best δ a factor c of the covariance is then
+    chosen, `(δ, τ) -> (δ/c, c τ)`, if it gains more than one paired standard error. With a given prior precision only
+    the temperature τ of the curvature changes, and a given τ other than 1 stays.
+
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
     Args:
@@ -211,12 +216,15 @@ class Validation(_OnHeldOutData):
     def _tuned(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
         """Returns the posterior with δ, and σ² or T, chosen."""
         open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
-        if posterior.prior.fixed and posterior.noise_fixed and not self.ranks and not open_numbers:
+        best = posterior
+        if not posterior.prior.fixed or not posterior.noise_fixed or self.ranks or open_numbers:
+            best = best_of(
+                with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
+                TEMPERATURES if self.tempered else (), self.tolerance, self._trained(posterior, training), self._aim,
+            )  # fmt: skip
+        best = with_latent_factor(best, held_out, self._aim)
+        if best is posterior:
             return posterior
-        best = best_of(
-            with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
-            TEMPERATURES if self.tempered else (), self.tolerance, self._trained(posterior, training), self._aim,
-        )  # fmt: skip
         best = _with_output_noise(best, held_out)
         if self.calibration == "temperature":
             _warn_of_shift(best, held_out)

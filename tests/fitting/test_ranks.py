@@ -142,17 +142,20 @@ def test_data_leave_out_the_samples_that_the_sampler_repeats(
     assert sorted(shown) == list(range(samples))
 
 
-def test_all_ranks_get_the_noise_ratios_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_get_the_noise_ratios_and_the_temperature_that_were_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 tunes, and its values are sent."""
     x, y = torch.randn(9, 3), torch.randn(9, 2)
     fitted = lw.fit(torch.nn.Linear(3, 2).eval(), (x, y), lw.Diagonal(), tune=None)
-    tuned = replace(fitted, likelihood=lw.Gaussian(noise_ratios=(1.0, 4.0))).at(fitted.prior.precision, 0.5)
+    changed = replace(fitted, likelihood=lw.Gaussian(noise_ratios=(1.0, 4.0)), temperature=3.0)
+    tuned = changed.at(fitted.prior.precision, 0.5)
     message: list[Any] = []
     monkeypatch.setattr(collectives, "several", lambda: True)
     monkeypatch.setattr(collectives, "sent", lambda _, values: message.append(values) or message[0])
     for rank, posterior in enumerate((tuned, fitted)):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        torch.testing.assert_close(checked(posterior).predict(x).std, tuned.predict(x).std)
+        sent = checked(posterior)
+        torch.testing.assert_close(sent.predict(x).std, tuned.predict(x).std)
+        assert sent.temperature == 3.0
 
 
 def test_nothing_is_collective_in_one_process() -> None:
