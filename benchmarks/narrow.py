@@ -26,7 +26,7 @@ from papers.common.data import Part, Table, random_rows, rows_and_targets, stand
 from papers.common.networks import mlp
 from papers.common.scores import interval_scores
 from papers.common.tables import grid
-from papers.common.training import adam
+from papers.common.training import ONE_NOISE, adam
 
 TESTED = 1000
 BAD, NARROW, GOOD = 0.75, 0.8, 0.86
@@ -162,7 +162,7 @@ def scores(model: nn.Module, table: Table, tune: lw.Tuning | None) -> dict[str, 
     heard, log = Warnings(), logging.getLogger("lapwing")
     log.addHandler(heard)
     start = time.process_time()
-    posterior = lw.fit(model, table.train, likelihood="gaussian", tune=tune, progress=False)
+    posterior = lw.fit(model, table.train, likelihood=ONE_NOISE, tune=tune, progress=False)
     seconds = time.process_time() - start
     log.removeHandler(heard)
     found = interval_scores(posterior.predict(table.test[0]), table.test[1])

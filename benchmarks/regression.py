@@ -22,7 +22,7 @@ from papers.common.data import batched, some_rows
 from papers.common.networks import mlp
 from papers.common.scores import interval_scores
 from papers.common.tables import grid
-from papers.common.training import adam
+from papers.common.training import ONE_NOISE, adam
 
 SEED, THREADS = 0, 2
 ROWS = 3000
@@ -77,7 +77,7 @@ def study(label: str, run: Run) -> dict[str, Any]:
     for name, method in METHODS.items():
         for tuning, tune in {**TUNINGS, "validation": lw.Validation([data.val])}.items():
             params = lw.last_layer if name == "last layer" else None
-            posterior = lw.fit(model, train, method, likelihood="gaussian", params=params, tune=tune, progress=False)
+            posterior = lw.fit(model, train, method, likelihood=ONE_NOISE, params=params, tune=tune, progress=False)
             results.setdefault(name, {})[tuning] = {
                 **interval_scores(posterior.predict(x), y),
                 "noise_of_residual": posterior.noise_variance / residual,

@@ -20,6 +20,7 @@ import lapwing as lw
 from benchmarks.heteroscedastic import trained
 from papers.common.data import batched, random_rows, rows_and_targets
 from papers.common.scores import interval_scores
+from papers.common.training import ONE_NOISE
 
 SEED = 0
 ROWS = 6000
@@ -64,13 +65,11 @@ def study(name: str) -> dict[str, Any]:
 
     squares = lambda f, z: (f - z).square()  # noqa: E731
     test = y[parts[2]]
-    rows["Gaussian"] = interval_scores(
-        fitted((y - center) / scale, lw.Gaussian(), 1, squares).scaled(center, scale), test
-    )
+    rows["Gaussian"] = interval_scores(fitted((y - center) / scale, ONE_NOISE, 1, squares).scaled(center, scale), test)
     if TABLES[name][0] == "positive":
         logs = y.log()
         middle_log, width = logs[:count].mean(), logs[:count].std()
-        prediction = fitted((logs - middle_log) / width, lw.Gaussian(), 1, squares).scaled(middle_log, width)
+        prediction = fitted((logs - middle_log) / width, ONE_NOISE, 1, squares).scaled(middle_log, width)
         rows["Gaussian of logarithms"] = interval_scores(prediction.transformed(torch.exp), test)
     for key, likelihood in TABLES[name][2].items():
         negative = lambda f, z, likelihood=likelihood: -likelihood.log_prob(f, z)  # noqa: E731

@@ -17,11 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import lapwing as lw
 from papers.common.device import DEVICE
 
 Network = TypeVar("Network", bound=nn.Module)
 Part = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+ONE_NOISE = lw.Gaussian(noise="constant")
+"""The likelihood of the papers' regressions: one normal noise variance, which a tuning chooses."""
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from papers.common.data import Batches, Part, batched, images, joined, random_ro
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
+from papers.common.training import ONE_NOISE
 from papers.optimal_subspace import figure2, table1, table2
 from papers.optimal_subspace.comparison import Task
 from papers.optimal_subspace.figure8 import gaussian_nll
@@ -76,7 +77,7 @@ class Case:
     def nll(self, row: str) -> dict[str, float]:
         """Returns the NLL of a row on each test set."""
         if row in ("prior alone", CALL):
-            likelihood = {} if self.noise is None else {"likelihood": "gaussian"}
+            likelihood = {} if self.noise is None else {"likelihood": ONE_NOISE}
             posterior = fitted(
                 row, self.model, self.train, self.val, lw.everything, data_size=self.size, memory=2**30, **likelihood
             )

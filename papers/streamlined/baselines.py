@@ -18,6 +18,7 @@ from papers.common.data import Batches, joined
 from papers.common.results import Rows, once, read
 from papers.common.scores import averaged, probabilities
 from papers.common.tables import grid, shown
+from papers.common.training import ONE_NOISE
 from papers.streamlined import table1, table2
 from papers.streamlined.setting import Setting, apart, labels, scores, treated
 from papers.streamlined.table1 import NETWORKS, RegressionTask, points_of
@@ -83,7 +84,7 @@ def regression(task: RegressionTask, row: str) -> dict[str, Any]:
     """Returns the NLPD of the test rows, and the noise variance."""
     x, y = task.data.test
     if row not in NOISES:
-        posterior = fitted(row, task.model, task.loader, task.val, lw.everything, likelihood="gaussian")
+        posterior = fitted(row, task.model, task.loader, task.val, lw.everything, likelihood=ONE_NOISE)
         nlpd = points_of(posterior, posterior.latent(x), y)[0].mean()
         return {"nlpd": float(nlpd), "noise": posterior.noise_variance, "prior precision": posterior.prior_precision}
     a, b = task.data.train if row == NOISES[0] else joined(task.val)

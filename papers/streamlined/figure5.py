@@ -20,7 +20,7 @@ from papers.common.data import Table, arrays, batched, images, rows_and_targets,
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.tables import grid
-from papers.common.training import Recipe, kept, seeded, shuffled, train
+from papers.common.training import ONE_NOISE, Recipe, kept, seeded, shuffled, train
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
@@ -249,8 +249,9 @@ def table_sensitivities(name: str, seed: int, most: int = 50) -> tuple[dict[str,
         model = nn.Sequential(nn.Linear(len(names), 100), nn.ReLU(), nn.Linear(100, 1))
     TABLE.train(model, data.train, seed)
     loader = batched(*data.train, 500)
-    last = lw.fit(model, loader, lw.Full(), params=lw.last_layer, likelihood="gaussian")
-    posterior = lw.fit(model, loader, lw.KFAC(), likelihood="gaussian")
+    options: Any = {"likelihood": ONE_NOISE, "tune": lw.BoundedEvidence()}
+    last = lw.fit(model, loader, lw.Full(), params=lw.last_layer, **options)
+    posterior = lw.fit(model, loader, lw.KFAC(), **options)
     noise = posterior.noise_variance
     assert noise is not None
     x, y = data.test[0][:most], data.test[1]

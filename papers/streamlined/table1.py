@@ -20,7 +20,7 @@ from papers.common.data import Batches, Table, batched, rows_and_targets, standa
 from papers.common.networks import mlp
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
-from papers.common.training import Recipe, seeded
+from papers.common.training import ONE_NOISE, Recipe, seeded
 
 NETWORKS: dict[str, tuple[str, tuple[int, ...]]] = {
     "SERVO": ("uci_servo", (50,)),
@@ -143,7 +143,7 @@ class RegressionTask:
     def posterior(self) -> lw.Posterior:
         """Fits the Laplace posterior with full covariance, one δ and σ² by the evidence."""
         x, y = self.data.train
-        options: dict[str, Any] = {"likelihood": "gaussian", "tune": lw.Evidence()}
+        options: dict[str, Any] = {"likelihood": ONE_NOISE, "tune": lw.Evidence()}
         if len(x) < sum(value.numel() for value in self.model.parameters()):
             delta, noise = evidence(self.model, x, y)
             options = {"likelihood": lw.Gaussian(noise), "prior_precision": delta}
@@ -170,7 +170,8 @@ class RegressionTask:
     def mean_field(self, steps: int = 2000, draws: int = 1000) -> dict[str, Any]:
         """Returns the mean-field columns: fine-tuned from the network, δ and σ² learned along."""
         method = lw.MeanField(steps, learning_rate=1e-3, std_rate=1e-2, initial_std=0.03)
-        posterior = lw.fit(self.model, batched(*self.data.train, 100), method, likelihood="gaussian")
+        likelihood, tune = ONE_NOISE, lw.BoundedEvidence()
+        posterior = lw.fit(self.model, batched(*self.data.train, 100), method, likelihood=likelihood, tune=tune)
         return self.scores(posterior, self.ways(draws))
 
     def scores(self, posterior: lw.Posterior, ways: Mapping[str, Way]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from papers.common.cifar import Cifar, fashion_as_cifar
 from papers.common.data import Batches, Part, batched, joined, pictures, random_rows, rows_and_targets, split
 from papers.common.device import DEVICE
 from papers.common.networks import Logits, mlp
-from papers.common.training import Recipe, drawn, half_square, kept, seeded, train
+from papers.common.training import ONE_NOISE, Recipe, drawn, half_square, kept, seeded, train
 from papers.streamlined import transformers
 from papers.streamlined.ivon import IVON
 
@@ -77,7 +77,7 @@ class Task:
     def options(self) -> dict[str, Any]:
         """Arguments of `lw.fit` that all methods share."""
         options: dict[str, Any] = {"data_size": self.size, "seed": self.seed, "memory": 2**31, "progress": False}
-        return {**options, "likelihood": "gaussian"} if self.regression else options
+        return {**options, "likelihood": ONE_NOISE} if self.regression else options
 
     def with_network(self, seed: int) -> Task:
         """Returns the task with another network, trained from other weights on the same data."""

@@ -16,6 +16,7 @@ from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.common.tables import grid
+from papers.common.training import ONE_NOISE
 from papers.valla.training import TOY, trained
 
 FAST = {"seeds": (0,)}
@@ -85,7 +86,7 @@ class Toy:
     def __init__(self, seed: int, held_out: float = 0.0) -> None:
         self.train, self.val = toy(held_out, seed)
         self.model = trained((1, 50, 50, 1), self.train, TOY, seed, f"toy{held_out:g}")
-        self.exact = lw.fit(self.model, [self.train], lw.Full(), likelihood="gaussian", tune=lw.Evidence())
+        self.exact = lw.fit(self.model, [self.train], lw.Full(), likelihood=ONE_NOISE, tune=lw.Evidence())
         self.latent = self.exact.latent(GRID)
         self.std = self.latent.std
 

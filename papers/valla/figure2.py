@@ -10,6 +10,7 @@ from lapwing.tuning import Tuning
 from papers.common import drawing
 from papers.common.results import Rows
 from papers.common.tables import grid, shown
+from papers.common.training import ONE_NOISE
 from papers.valla.figure1 import GAPS, GRID, STEPS, Toy, bands, curve
 
 FAST = {"seeds": (0,)}
@@ -46,7 +47,7 @@ def stopped_rows(task: Toy, count: int = 20, steps: int = 1500, seed: int = 0) -
     }
     found: dict[str, Any] = {"LLA": {"validation nll": _loss(task.exact, task), **task.own_row()}}
     for name, (method, tune) in fits.items():
-        posterior = lw.fit(task.model, [task.train], method, likelihood="gaussian", tune=tune, seed=seed)
+        posterior = lw.fit(task.model, [task.train], method, likelihood=ONE_NOISE, tune=tune, seed=seed)
         found[name] = {
             **task.score(posterior), "prior_precision": posterior.prior_precision, "curve of std": curve(posterior),
             "noise_variance": posterior.noise_variance, "validation nll": _loss(posterior, task),

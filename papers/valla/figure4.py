@@ -19,6 +19,7 @@ from papers.common.data import Batches, Part, Table, arrays, batched, joined, ra
 from papers.common.measures import cqm
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
+from papers.common.training import ONE_NOISE
 from papers.valla.training import TABLE, Untuned, trained
 
 PUBLISHED = {
@@ -153,7 +154,15 @@ class TableTask:
     def fit(self, method: lw.Method, params: Any = lw.everything, seed: int = 0, **options: Any) -> lw.Posterior:
         """Fits a method, δ and σ² open, tuned by nothing unless the options say so."""
         options = {"tune": Untuned(), **options}
-        return lw.fit(self.model, self.train, method, params=params, likelihood="gaussian", seed=seed, **options)
+        return lw.fit(
+            self.model,
+            self.train,
+            method,
+            params=params,
+            likelihood=ONE_NOISE,
+            seed=seed,
+            **options,
+        )
 
     def score(self, posterior: lw.Posterior) -> dict[str, Any]:
         """Returns a posterior's scores on the test rows, δ, and the seconds of a prediction."""
@@ -223,7 +232,12 @@ def published_row(task: TableTask, seed: int, steps: int = 600) -> dict[str, Any
     fit = lw.AlphaDivergence(steps=steps, learning_rate=0.05, validation=task.val[::5], every=50, patience=2)
     train = [part for x, y in task.train[: steps // 5] for part in batched(x, y, 100)]
     posterior = lw.fit(
-        task.model, train, lw.VaLLA(100, fit), likelihood="gaussian", seed=seed, data_size=len(task.data.train[0])
+        task.model,
+        train,
+        lw.VaLLA(100, fit),
+        likelihood=ONE_NOISE,
+        seed=seed,
+        data_size=len(task.data.train[0]),
     )
     seconds = time.process_time() - start
     history = posterior.history

@@ -14,6 +14,7 @@ from papers.common.data import Batches, batched, joined
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
+from papers.common.training import ONE_NOISE
 from papers.valla.figure4 import SHORT, TABLES, TableTask, regression_scores
 
 STEPS = 2000
@@ -93,7 +94,7 @@ class TableRows:
         options: dict[str, Any] = {} if method is None else {"params": lw.everything}
         posterior = lw.fit(
             self.task.model, self.task.train[:20], method, validation=batched(*self.held_out, 500), seed=self.seed,
-            data_size=len(self.task.data.train[0]), likelihood="gaussian", **options,
+            data_size=len(self.task.data.train[0]), likelihood=ONE_NOISE, **options,
         )  # fmt: skip
         return _without_curve(self.task.score(posterior))
 
@@ -102,7 +103,7 @@ class TableRows:
         start = time.process_time()
         train = [part for x, y in self.task.train for part in batched(x, y, 100)]
         method = published_fit(batched(*self.held_out, 500))
-        posterior = lw.fit(self.task.model, train, method, likelihood="gaussian", seed=self.seed, tune=None)
+        posterior = lw.fit(self.task.model, train, method, likelihood=ONE_NOISE, seed=self.seed, tune=None)
         seconds = time.process_time() - start
         return {**_without_curve(self.task.score(posterior)), **path_of(posterior), "seconds": seconds}
 
