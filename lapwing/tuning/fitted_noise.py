@@ -65,7 +65,7 @@ def with_noise_of_residuals(
     if rows is not None:
         losses = loss(rows.residuals.square(), floor, math.inf, rows.latent)
         rows = rows._replace(losses=losses.nan_to_num().sum(1))
-    found = chosen(train, floor, rows, noise, tails, scaled)
+    found = chosen(train, floor, rows, noise, *tails, scaled)
     if found is None:
         return posterior
     spread = float(found.spread)
@@ -76,17 +76,17 @@ def with_noise_of_residuals(
     return replace(posterior, likelihood=replace(likelihood, input_noise=found))
 
 
-def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
-    """Returns the candidates for ν (inf: normal; None: tuned), or None if noise and tails are given."""
+def _tails(posterior: Posterior) -> tuple[float | None, bool] | None:
+    """Returns ν (inf: normal; None: tuned) and whether today's law is an answer; None if noise and tails are given."""
     likelihood: Any = posterior.likelihood
     if not isinstance(likelihood, Gaussian):
         return None
     if likelihood.noise_ratios is not None and len(likelihood.noise_ratios) != posterior.tangent.outputs:
         return None  # of each position
     given = likelihood.df if isinstance(likelihood, StudentT) else None
-    tails = {"normal": (math.inf,), "student": (given,), None: (math.inf, None)}[likelihood.tails]
+    df = math.inf if likelihood.tails == "normal" else given
     constant = likelihood.noise == "constant" or posterior.noise_fixed
-    return None if constant and tails not in ((None,), (math.inf, None)) else tails
+    return None if constant and df is not None else (df, likelihood.tails != "student")
 
 
 @torch.no_grad()

@@ -161,8 +161,8 @@ def error_of_copy(
 
     Training ends once the error on its own rows is at most `residual`: a copy that has overfitted as much as the
     network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
-    not matter. Returns None if there are too few rows, or if the copy has a large error on its own rows too: then it has
-    not learned what the network has, for instance because it has no bias, and its error says nothing of the network's.
+    not matter. Returns None if there are too few rows, or if the copy has a large error on its own rows too: then it
+    has not learned what the network has, for instance because it has no bias, and its error says nothing.
     """
     # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))
