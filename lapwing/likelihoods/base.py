@@ -236,8 +236,8 @@ class Likelihood(Options, ABC, Generic[P]):
         """
 
     @property
-    def tail_candidates(self) -> tuple[float | None, ...] | None:
-        """Candidates for ν of noise that a tuning fits (inf: normal; None: any); None if it fits no noise."""
+    def tails_to_fit(self) -> tuple[float | None, bool] | None:
+        """ν of noise that a tuning fits (inf: normal; None: any), and whether one normal noise may stay; or None."""
         return None
 
     @property

@@ -240,8 +240,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return self if same else replace(self, noise_variance=noise_variance, input_noise=None)
 
     @property
-    def tail_candidates(self) -> tuple[float | None, ...]:
-        return (math.inf,) if self.tails == "normal" else (math.inf, None)
+    def tails_to_fit(self) -> tuple[float | None, bool]:
+        return math.inf if self.tails == "normal" else None, True
 
     @property
     def features_read(self) -> str | None:

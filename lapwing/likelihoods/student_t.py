@@ -45,8 +45,8 @@ class StudentT(Gaussian):
         return cls()
 
     @property
-    def tail_candidates(self) -> tuple[float | None, ...]:
-        return (self.df,)
+    def tails_to_fit(self) -> tuple[float | None, bool]:
+        return self.df, False
 
     def __repr__(self) -> str:
         """One line as for `lw.Gaussian`, with ν."""

@@ -64,7 +64,7 @@ def with_noise_of_residuals(
     if rows is not None:
         losses = loss(rows.residuals.square(), floor, math.inf, rows.latent)
         rows = rows._replace(losses=losses.nan_to_num().sum(1))
-    found = chosen(train, floor, rows, noise, tails, _is_scaled(posterior, aim))
+    found = chosen(train, floor, rows, noise, *tails, _is_scaled(posterior, aim))
     if found is None:
         return posterior
     if posterior.noise_fixed:  # also far from the data
@@ -90,7 +90,7 @@ def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterabl
     if rows is None or posterior.noise_fixed or int((rows.known()[1] > 0).any(1).sum()) < LEAST_HELD_OUT:
         return _with(posterior, replace(noise.times(factor), spread=torch.ones_like(noise.spread)))
     floor = likelihood.noise_variance * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
-    noise, tail = replace(noise, floor=floor), math.inf if noise.tails is None else tails[-1]
+    noise, tail = replace(noise, floor=floor), math.inf if noise.tails is None else tails[0]
     slopes, far, ones = (
         noise.slope(rows.features)[None],
         noise.is_far(rows.features),
@@ -116,16 +116,16 @@ def _with(posterior: Posterior, noise: InputNoise) -> Posterior:
     return replace(posterior, likelihood=replace(likelihood, input_noise=noise))
 
 
-def _tails(posterior: Posterior) -> tuple[float | None, ...] | None:
-    """Returns the candidates for ν (inf: normal; None: tuned), or None if noise and tails are given."""
+def _tails(posterior: Posterior) -> tuple[float | None, bool] | None:
+    """Returns ν (inf: normal; None: tuned) and whether today's law is an answer; None if noise and tails are given."""
     likelihood: Any = posterior.likelihood
-    tails = likelihood.tail_candidates
+    tails = likelihood.tails_to_fit
     if tails is None:
         return None
     if likelihood.noise_ratios is not None and len(likelihood.noise_ratios) != posterior.tangent.outputs:
         return None  # of each position
     constant = likelihood.noise == "constant" or posterior.noise_fixed
-    return tails if None in tails or not constant else None
+    return tails if tails[0] is None or not constant else None
 
 
 @torch.no_grad()

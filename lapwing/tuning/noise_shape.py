@@ -27,15 +27,18 @@ CONSTANT, SMALLEST = 1e-6, 1e-10
 """Standard deviation of a constant feature, over its largest value; least squared residual, over the mean one."""
 PART_BEYOND = 0.01
 """Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
-SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 1e3, 1e6
+SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
 FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT = 5, 30, 200
 FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 500
-"""Folds; rows below which today's law stays, and below which a gain must exceed two standard errors instead of one."""
+FEW_ERRORS = 1.5
+"""Folds; rows below which today's law stays, and below which a gain must exceed more than one standard error: 1.5."""
 HIGHEST_LEVERAGE = 0.95
 """Upper bound of a leverage h, so that r/(1 - h) stays finite."""
-LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-8, 60, 6, 3.0
+LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-5, 60, 6, 3.0
 """Least gain of a step of `_minimise`; maximum number of steps, and of their lengths; longest step."""
+CURVATURES = 0.5, 0.25, 0.05
+"""Typical second derivatives of the mean loss of a row by b, log s and log(ν - 3), where the search for them starts."""
 
 
 class ResidualRows(NamedTuple):
@@ -83,25 +86,25 @@ class ResidualRows(NamedTuple):
 
 def chosen(
     train: ResidualRows, floor: Tensor, held_out: ResidualRows | None = None,
-    noise: str | None = None, tails: Sequence[float | None] = (math.inf, None), scaled: bool = True,
+    noise: str | None = None, df: float | None = None, normal: bool = True, scaled: bool = True,
 ) -> InputNoise | None:  # fmt: skip
     """Returns the noise that predicts left-out folds of residuals best, or None for today's law.
 
-    With held-out rows, shapes of the training residuals r and `r / (1 - h)` get a `level` by four fifths of these rows.
-    Otherwise two thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training
-    rows is `floor`. The best law must gain more than one standard error of the paired difference to today's law, or two
-    if rows are few.
+    With held-out rows, shapes of the training residuals r get a `level` by four fifths of these rows. Otherwise two
+    thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training rows is `floor`.
+    The best law must gain more than one standard error of the paired difference to today's law, or `FEW_ERRORS` if rows
+    are few. The factor s of the latent covariance is tuned for the best law only.
 
     Args:
         train: training rows, with leverages if they are known.
         floor: today's noise variance of each output, (C,), float64.
         held_out: held-out rows with latent variances and today's losses, or None.
-        noise: "constant", "input", or None if the data decide. Today's law is an answer unless it is "input".
+        noise: "constant", "input", or None if the data decide.
+        df: ν, see `level`. A tuned ν of `MOST_DF` becomes infinite.
+        normal: whether today's law is an answer, unless `noise` is "input".
         scaled: whether the latent variances may get a factor.
-        tails: candidates for the tails, as `df` of `level`. Today's law is an answer if `math.inf` is one of them.
 
-    Cost: 10 shapes and 55 levels of at most `CHOICE_ROWS` held-out rows for each of the tails, or 20 shapes and 18
-        levels of the training rows.
+    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 20 shapes and 19 levels of training rows.
     """
     # 1. the rows that choose, and which laws are candidates
     rows, (count, least, few) = train.unshrunken(), (FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING)
@@ -110,65 +113,61 @@ def chosen(
         rows, (count, least, few) = held_out, (FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT)
         some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
     informative = int((some.known()[1] > 0).any(1).sum())
-    today_counts = math.inf in tails and noise != "input"
+    today_counts = normal and noise != "input"
     if informative < least and today_counts:
         return None
     kind = "constant" if noise is None and informative < least else noise
 
-    def candidates(*residuals: ResidualRows) -> list[InputNoise]:
-        found = [one for part in residuals for one in shapes(part, floor)]
-        zeros = torch.zeros_like(floor)
+    def candidates(residuals: ResidualRows) -> list[InputNoise]:
+        found, zeros = shapes(residuals, floor), torch.zeros_like(floor)
         constant = replace(found[0], weights=torch.zeros_like(found[0].weights), low=zeros, high=zeros)
         return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
 
     # 2. shapes for each fold, and for all rows
     fold = some.order() % count
+    used = (fold != torch.arange(count)[:, None]).to(floor)  # (folds, N)
+    today: Tensor | None = some.losses
     if held_out is None:
         rows, some, final = rows._replace(latent=None), some._replace(latent=None), candidates(rows)
         slopes = [_slopes(candidates(some.taken((fold != k).nonzero()[:, 0])), some) for k in range(count)]
+        squares, weights = some.known()
+        variances = (used @ (weights * squares)) / (used @ weights)  # (folds, C)
+        today = (loss(squares, variances.maximum(SMALLEST * floor)[fold], math.inf) * (weights > 0)).sum(1)
     else:
-        final = candidates(train) if train.leverages is None else candidates(train, train.unshrunken())
+        final = candidates(train)
         slopes = [_slopes(final, some)] * count
     # 3. losses (laws, N) of the left-out rows, and the best law
-    rest = (fold != torch.arange(count)[:, None]).to(floor).repeat_interleave(len(final), 0)
     far = final[0].is_far(some.features)
-    left_out = [
-        level(torch.cat(slopes), some, rest, df, floor, far, scaled)[-1].unflatten(0, (count, -1)) for df in tails
-    ]
-    losses = torch.cat([part[fold, :, torch.arange(len(fold))].T for part in left_out])
-    normal = tails.index(math.inf) * len(final) if today_counts else 0
-    today = losses[normal] if held_out is None else some.losses
-    constants = [] if kind == "input" else list(range(0, len(losses), len(final)))
-    best = _surest(losses, some.counts(), today if today_counts else None, constants, 1 if informative >= few else 2)
+    left_out = level(torch.cat(slopes), some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
+    losses = left_out.unflatten(0, (count, -1))[fold, :, torch.arange(len(fold))].T
+    errors = 1 if informative >= few else FEW_ERRORS
+    best = _surest(losses, some.counts(), today if today_counts else None, kind != "input", errors)
     if best is None:
         return None
     # 4. its level by all rows
-    shape, ones = final[best % len(final)], torch.ones_like(rows.counts())[None]
+    shape, ones = final[best], torch.ones_like(rows.counts())[None]
     slope, far = _slopes([shape], rows), shape.is_far(rows.features)
-    offset, spread, df, _ = level(slope, rows, ones, tails[best // len(final)], floor, far, scaled)
+    offset, spread, tail, _ = level(slope, rows, ones, df, floor, far, scaled)
     if held_out is None:
         offset = (floor / (rows.counts() / rows.counts().sum() @ slope.exp())).log()
-    return replace(shape, offset=offset[0], spread=spread[0], df=df[0])
+    return replace(shape, offset=offset[0], spread=spread[0], df=tail[0] if tail < MOST_DF else tail[0] + math.inf)
 
 
-def _surest(
-    losses: Tensor, counts: Tensor, today: Tensor | None, constants: Sequence[int], errors: float
-) -> int | None:
+def _surest(losses: Tensor, counts: Tensor, today: Tensor | None, has_constant: bool, errors: float) -> int | None:
     """Returns the law with the least mean of its losses (laws, N), if it gains some paired standard errors.
 
-    It is compared with today's losses (N,), and None is today's law. Without these the reference is the best of the
-    constant laws, and without constant laws there is none.
+    It is compared with today's losses (N,), and None is today's law. Without these the reference is the first law if
+    this is a constant, and otherwise there is none.
     """
     mass = counts / counts.sum()
-    means = (losses @ mass).tolist()
-    best, simple = means.index(min(means)), min(constants, key=means.__getitem__, default=None)
-    if today is None and simple is None:
+    best = int((losses @ mass).argmin())
+    if today is None and not has_constant:
         return best
-    gains = (losses[simple] if today is None else doubled(today)) - losses[best]
+    gains = (losses[0] if today is None else doubled(today)) - losses[best]
     error = (mass @ (gains - mass @ gains).square() * mass.square().sum()).sqrt()
     if float(mass @ gains) > errors * float(error):
         return best
-    return simple if today is None else None
+    return 0 if today is None else None
 
 
 def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[InputNoise]:
@@ -212,7 +211,7 @@ def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[Inpu
             noise = (w @ components.T + point[:, -1:]).exp()
             return (loss(unit, noise, df) @ weight + ridges * w.square().sum(1)) / total
 
-        point = _minimise(objective, z.new_zeros(len(ridges), len(variances) + 1))
+        point = _minimise(objective, z.new_zeros(len(ridges), len(variances) + 1), z.new_ones(len(variances) + 1))
         return torch.cat([(point[:, :-1] * scales) @ basis.T, point[:, -1:] + mean.log()], 1)
 
     solutions = [fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)]
@@ -244,7 +243,7 @@ def level(
     Returns:
         b (K, C), s (K,), ν (K,), and `-Σ_c log p(r_nc)` over the known targets, (K, N).
 
-    Cost: about 40 evaluations of K N C densities and their gradients.
+    Cost: about 20 evaluations of K N C densities and their gradients.
     """
     squares, known = rows.known()
     weights, latent, outputs = parts[:, :, None] * known, rows.latent, squares.shape[1]
@@ -270,7 +269,8 @@ def level(
         prior = 0.25 * point[:, outputs].square() + 0.1 * point[:, -1].square()
         return ((weights * losses(point)).sum((1, 2)) + prior) / total
 
-    point = _minimise(objective, start.new_zeros(len(slopes), outputs + 2))
+    curvatures = start.new_tensor([CURVATURES[0]] * outputs + [*CURVATURES[1:]])
+    point = _minimise(objective, start.new_zeros(len(slopes), outputs + 2), curvatures)
     with torch.no_grad():
         return *numbers(point), losses(point).sum(2)
 
@@ -301,15 +301,18 @@ def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
     return ordered.gather(0, below.clamp_max(len(values) - 1)[None])[0]
 
 
-def _minimise(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Returns minimisers (K, p) of K independent smooth functions, (K, p) -> (K,), by BFGS with backtracking."""
+def _minimise(function: Callable[[Tensor], Tensor], start: Tensor, curvatures: Tensor) -> Tensor:
+    """Returns minimisers (K, p) of K independent smooth functions, (K, p) -> (K,), by BFGS with backtracking.
+
+    The first Hessian has `curvatures` (p,) on its diagonal.
+    """
 
     def at(point: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             values = function(point.requires_grad_())
             return values.detach(), torch.autograd.grad(values.sum(), point)[0]
 
-    point, inverse = start, torch.eye(start.shape[1]).to(start).repeat(len(start), 1, 1)
+    point, inverse = start, (1 / curvatures).diag().repeat(len(start), 1, 1)
     values, gradients = at(point.clone())
     for _ in range(MOST_STEPS):
         step = -(inverse @ gradients[:, :, None])[:, :, 0]

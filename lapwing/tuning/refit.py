@@ -24,14 +24,13 @@ from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from ..tangent import Tangent
 from .fitted_noise import rows_wanted
-from .regression_width import ABOVE_RESIDUAL, SAMPLES, with_left_out_width
+from .regression_width import SAMPLES, with_left_out_width
 from .training_kernel import table_of
 
 log = logging.getLogger("lapwing")
 
 COPY_RATE, COPY_BATCH, LOOK = 1e-2, 128, 50  # Adam: step size, samples of a step, steps between looks at the error
 PART = 0.2  # part of the samples that the copy is not trained on
-LEARNED = 0.8  # largest error of the copy on its own samples, over its error on the others, if it has learned
 FIRST_SPREAD = 0.3  # standard deviation of the copy's first outputs, for targets of standard deviation 1
 TESTED_WEIGHTS = 40_000  # maximum number of trained weights of the networks that the method was measured on
 DEFAULT_ROWS = 20_000  # maximum number of training samples for which it is the default
@@ -44,10 +43,10 @@ class Refit(Tuning):
     `BoundedEvidence` takes the width s of unseen targets from the linearised network. If training has fitted the
     features to noisy targets, s is too small, and nothing in the trained network shows this. So a copy with fresh
     weights (`reset_parameters` of each layer) is trained on four fifths of the samples, by Adam, until it fits them as
-    well as the network fits all, for at most `steps` steps. Its mean squared error on the other fifth, Y, is a
-    yardstick: if Y exceeds 1.5 s and six mean squared residuals, Y replaces s, so all variances are multiplied by Y/s,
-    and lapwing warns. Otherwise the result equals the result of `BoundedEvidence`. The trained network and the global
-    random numbers do not change.
+    well as the network fits all, for at most `steps` steps. A yardstick Y is the mean squared residual of the network,
+    plus what the copy errs more on the other fifth, less a standard error, than on its own samples. If Y exceeds 1.3 s,
+    it replaces s, so all variances are multiplied by Y/s, and lapwing warns. Otherwise the result equals the result of
+    `BoundedEvidence`. The trained network and the global random numbers do not change.
 
     `lw.fit` uses it by default for regressions without held-out data if a copy is cheap: for tables (B, D) of floats of
     at most 20 000 rows, and at most 40 000 trained weights, all in layers with `reset_parameters`. It was measured on
@@ -158,12 +157,13 @@ def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
 def error_of_copy(
     model: nn.Module, tangent: Tangent, x: Tensor, y: Tensor, w: Tensor, steps: int, residual: float
 ) -> float | None:
-    """Trains a fresh copy on most rows of `table_of`; returns its mean squared error on the others.
+    """Trains a fresh copy on most rows of `table_of`; returns Y from its mean squared error on the others.
 
-    Training ends once the error on its own rows is at most `residual`: a copy that has overfitted as much as the
-    network errs about as much. Its outputs are shifted and scaled by constants, so that the scale of the targets does
-    not matter. Returns None if there are too few rows, or if the copy has a large error on its own rows too. Then it
-    has learned less than the network, for instance because it has no bias, and its error shows nothing.
+    Y is `residual` plus the excess of the mean squared error on these rows, less its standard error, over the one on
+    its own. So a copy that learns less than the network, for instance because it has no bias, and an outlier among the
+    rows make Y small, and a small Y changes nothing. Training ends once the error on its own rows is at most
+    `residual`. The outputs are shifted and scaled by constants, so that the scale of the targets does not matter.
+    Returns None if there are too few rows.
     """
     # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))
@@ -182,8 +182,11 @@ def error_of_copy(
         model.train()
         return out
 
-    def error(some: Tensor) -> float:
-        return float((w[some] * (y[some] - factor * look(some)).square()).sum() / w[some].sum())
+    def errors(some: Tensor) -> tuple[float, float]:
+        """Returns the mean squared error of some rows, and the standard error of this mean."""
+        each, weight = (w[some] * (y[some] - factor * look(some)).square()).sum(1), w[some].sum(1)
+        mean = each.sum() / weight.sum()
+        return float(mean), float((each - mean * weight).norm() / weight.sum())
 
     # 2. mean and standard deviation of each target (C,)
     total = w.sum(0).clamp_min(torch.finfo(w.dtype).tiny)
@@ -202,8 +205,7 @@ def error_of_copy(
         loss = (w[some] * (y[some] - factor * outputs(some)).square()).mean() / float(scale.square().mean() or 1.0)
         loss.backward()
         optimiser.step()
-        if step % LOOK == 0 and error(seen) <= residual:
+        if step % LOOK == 0 and errors(seen)[0] <= residual:
             break
-    result = error(held)
-    unlearned = result > ABOVE_RESIDUAL * residual and error(seen) > LEARNED * result
-    return None if unlearned else result
+    (unseen, deviation), own = errors(held), errors(seen)[0]
+    return residual + max(0.0, unseen - deviation - own)

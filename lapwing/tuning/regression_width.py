@@ -33,9 +33,9 @@ NOISE_OF_RESIDUAL = 0.5  # lower bound of `least`, as a fraction of the mean squ
 RAISED = evenly(0.0, 4.0, 33)  # factors (log10) by which δ may be raised if σ² was too small
 NOISES_AT_PRIOR = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, at a given prior precision
 
-NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.5, 2.25, 6.0
-"""A width s is too small if a yardstick exceeds `NARROW` s (for a Gaussian process on the inputs, `NARROW_BY_INPUTS` s)
-and `ABOVE_RESIDUAL` mean squared residuals."""
+NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.3, 2.25, 6.0
+"""A width s is too small if the error by a fresh copy exceeds `NARROW` s, or if the error by a Gaussian process on the
+inputs exceeds `NARROW_BY_INPUTS` s and `ABOVE_RESIDUAL` mean squared residuals."""
 
 
 def inputs_read(posterior: Posterior, samples: int) -> int:
@@ -112,10 +112,10 @@ def _checked_width(
     name = type(posterior.tangent.model).__name__
     # 1. the yardstick Y
     other = None if yardstick is None else yardstick(posterior, training)
-    if other is not None and other > max(NARROW * width, ABOVE_RESIDUAL * residual):
+    if other is not None and other > NARROW * width:
         log.warning(
-            "%s has overfitted: a fresh copy predicts targets that it has not seen with a mean squared error of %.3g, "
-            "and the linearised network promised %.3g. All variances were multiplied by %.3g.",
+            "%s has overfitted: by a fresh copy it predicts targets that it has not seen with a mean squared error of "
+            "%.3g, and the linearised network promised %.3g. All variances were multiplied by %.3g.",
             name, other, width, other / width,
         )  # fmt: skip
         return other
@@ -126,9 +126,8 @@ def _checked_width(
     if needed > least:
         log.warning(
             "%s may have overfitted: its intervals have a variance of %.3g, and by a Gaussian process on the inputs it "
-            "needs %.3g. Pass validation=held_out, or tune=lw.Refit() if no data were held out, or train for a shorter "
-            "time.",
-            name, width, needed,
+            "needs %.3g. Pass validation=held_out%s, or train for a shorter time.",
+            name, width, needed, ", or tune=lw.Refit() if no data were held out" if other is None else "",
         )  # fmt: skip
     return width
 

@@ -198,23 +198,23 @@ def test_few_rows_keep_todays_law():
     assert chosen(rows_of(1000, slope=3.0), floor_of(few), few) is None
     train = rows_of(LEAST_TRAINING - 1, slope=3.0)
     assert chosen(train, floor_of(train)) is None
-    student = chosen(train, floor_of(train), tails=[None])  # a Student was asked for
+    student = chosen(train, floor_of(train), normal=False)  # a Student was asked for
     assert student is not None
     assert not student.weights.any()
 
 
-def test_few_held_out_rows_must_gain_two_standard_errors():
-    """A gain between one and two standard errors counts from `FEW_HELD_OUT` rows."""
+def test_few_held_out_rows_must_gain_more():
+    """A gain between 1 and `FEW_ERRORS` standard errors counts from `FEW_HELD_OUT` rows."""
     train, held_out = rows_of(300), held_out_of(FEW_HELD_OUT, seed=1)
     floor = floor_of(held_out)
-    noise = chosen(train, floor, held_out, noise="input", tails=[INFINITE])
+    noise = chosen(train, floor, held_out, noise="input", df=INFINITE)
     assert noise is not None
     own = loss(
         held_out.residuals.square(), noise.variance(held_out.features, held_out.latent), INFINITE, held_out.latent
     )
     gains = torch.randn(FEW_HELD_OUT, generator=torch.Generator().manual_seed(0)).double()
     gains = (gains - gains.mean()) / gains.std(correction=0) * 10
-    for errors, kept in ((1.5, True), (0.5, False)):
+    for errors, kept in ((1.25, True), (0.5, False)):
         today = own.sum(1) + gains + errors * 10 / FEW_HELD_OUT**0.5
         assert (chosen(train, floor, held_out._replace(losses=today)) is not None) == kept
         fewer = held_out._replace(losses=today).taken(torch.arange(FEW_HELD_OUT - 1))
@@ -238,15 +238,15 @@ def test_without_held_out_rows_the_mean_variance_is_todays():
 def test_given_options_are_kept():
     train, held_out = rows_of(600, slope=0.0), held_out_of(250, slope=0.0, seed=1)
     floor = floor_of(held_out)
-    forced = chosen(train, floor, held_out, noise="input", tails=[INFINITE])
+    forced = chosen(train, floor, held_out, noise="input", df=INFINITE)
     assert forced is not None
     assert forced.weights.any()
     assert math.isinf(float(forced.df))
-    constant = chosen(train, floor, held_out, noise="constant", tails=[4.5])
+    constant = chosen(train, floor, held_out, noise="constant", df=4.5, normal=False)
     assert constant is not None
     assert not constant.weights.any()
     assert float(constant.df) == 4.5
-    student = chosen(rows_of(600), floor, held_out_of(250, seed=1), tails=[None])
+    student = chosen(rows_of(600), floor, held_out_of(250, seed=1), normal=False)
     assert student is not None
     assert student.weights.any()
 
