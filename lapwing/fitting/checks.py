@@ -42,13 +42,18 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
-    by_input = getattr(likelihood, "noise", None) == "input"
-    if by_input and not likelihood.needs_noise:
+    if getattr(likelihood, "noise", None) == "input":
+        _check_fits_noise(likelihood, tune)
+
+
+def _check_fits_noise(likelihood: Likelihood, tune: Tuning | None) -> None:
+    """Raises unless the noise variance is open and the tuning fits noise that depends on the input."""
+    if not likelihood.needs_noise:
         raise LapwingError(
             f"noise_variance={shown(likelihood.noise_variance)} is a noise that does not depend on the input, and "
             "noise='input' asks for one that does. Leave one of them out: write likelihood=lw.Gaussian(noise='input')."
         )
-    if by_input and (tune is None or not tune.fits_noise):
+    if tune is None or not tune.fits_noise:
         raise LapwingError(
             f"noise='input' is fitted by a tuning that reads residuals, and tune={shown(tune)} fits none. Leave tune "
             "out, or write validation=held_out."

@@ -169,11 +169,10 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
 
 def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
     """Returns the posterior with the values, the rank and the samples that rank 0 chose."""
-    precision, likelihood, data, rank, *others = ranks.sent("the numbers that were tuned", (
+    precision, likelihood, data, rank, method, aim, temperature = ranks.sent("the numbers that were tuned", (
         posterior.prior.precision.tolist(), posterior.likelihood, (posterior.samples, posterior.data_factor),
         getattr(posterior.covariance, "rank", None), posterior.method, posterior.aim, posterior.temperature,
     ))  # fmt: skip
-    method, aim, temperature = others
     if not ranks.rank():
         return posterior
     chosen = next(one for one in (posterior, *parts) if (one.samples, one.data_factor) == data)

@@ -32,7 +32,7 @@ from .fingerprints import differences, fingerprint_of
 
 log = logging.getLogger("lapwing")
 
-FORMAT = 6  # version of the contents of a checkpoint
+CONTENTS = 6  # version of the contents of a checkpoint
 SECONDS = 60.0  # minimum time between two writes of the file within a pass, if `every` is None
 
 Saved = tuple[str, dict[str, Tensor]]  # label of a pass, and copies of the tensors of its state
@@ -117,7 +117,7 @@ class Checkpoint(NoCheckpoint):
         try:
             tensors, header = read_safetensors(self._target)
             kept = header["checkpoint"]
-            if kept["version"] != FORMAT:
+            if kept["version"] != CONTENTS:
                 raise ValueError
             known = self._fit.keys() & kept["fit"].keys()  # one of the two may not know its number of samples
             different = known.intersection(differences(self._fit, kept["fit"]))
@@ -183,7 +183,7 @@ class Checkpoint(NoCheckpoint):
     def _write(self, passes: list[Saved]) -> None:
         """Writes the file. The fit continues if that fails."""
         tensors = {f"{i}/{path}": tensor for i, (_, flat) in enumerate(passes) for path, tensor in flat.items()}
-        kept = {"version": FORMAT, "fit": self._fit, "passes": [label for label, _ in passes]}
+        kept = {"version": CONTENTS, "fit": self._fit, "passes": [label for label, _ in passes]}
         try:
             write_safetensors(self._target, tensors, {"checkpoint": kept})
         except LapwingError as error:

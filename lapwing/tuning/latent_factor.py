@@ -18,7 +18,7 @@ from .search import evenly, pull
 
 log = logging.getLogger("lapwing")
 
-FACTORS = evenly(-2.0, 4.0, 13)
+LATENT_FACTORS = evenly(-2.0, 4.0, 13)
 """Candidates for log10 of the factor."""
 
 
@@ -35,14 +35,14 @@ def with_latent_factor(posterior: Posterior, held_out: Data, aim: Aim) -> Poster
     has_number = likelihood.logit_temperature is not None or likelihood.noise_variance is not None
     if has_number or likelihood.head_numbers or posterior.temperature != 1 or not has_prior(posterior.covariance):
         return posterior
-    candidates = [_times(posterior, 10**exponent) for exponent in FACTORS]
+    candidates = [_times(posterior, 10**exponent) for exponent in LATENT_FACTORS]
     scores = sample_scores([posterior], lambda _: candidates, held_out, aim=aim)[0, :, 0].double()
-    pulls = torch.tensor([pull(exponent, posterior.tangent.outputs) for exponent in FACTORS]) / scores.shape[1]
+    pulls = torch.tensor([pull(exponent, posterior.tangent.outputs) for exponent in LATENT_FACTORS]) / scores.shape[1]
     means = (scores.mean(1) + pulls).nan_to_num(-torch.inf)
     best = int(means.argmax())
-    if not surely_better(scores[best], scores[FACTORS.index(0.0)], 1.0):
+    if not surely_better(scores[best], scores[LATENT_FACTORS.index(0.0)], 1.0):
         return posterior
-    factor = 10 ** refined(FACTORS, means.tolist(), best)
+    factor = 10 ** refined(LATENT_FACTORS, means.tolist(), best)
     log.info("Held-out data multiply the temperature of the curvature by %.3g", factor)
     return _times(posterior, factor)
 
