@@ -17,8 +17,8 @@ from torch import Tensor
 from ..likelihoods.input_noise import InputNoise, least_noise, standardised
 from ..linalg import doubled, orthonormal_rows, symmetric_eigen
 
-RIDGES = 0.1, 1.0, 10.0, 100.0, 1000.0
-"""Candidates for λ, the precision of w in units of the loss of one row."""
+RIDGES, CAREFUL_RIDGES = (0.1, 1.0, 10.0, 100.0, 1000.0), (100.0, 1000.0)
+"""Candidates for λ, the precision of w in units of the loss of one row; those without held-out rows."""
 SHAPE_ROWS, SHAPE_ENTRIES, CHOICE_ROWS = 20_000, 2**24, 2_000
 """Maximum number of training rows, of their features, and of held-out rows times outputs that choose."""
 MOST_DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
@@ -104,7 +104,7 @@ def chosen(
         normal: whether today's law is an answer, unless `noise` is "input".
         scaled: whether the latent variances may get a factor.
 
-    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 20 shapes and 19 levels of training rows.
+    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 8 shapes and 10 levels of training rows.
     """
     # 1. the rows that choose, and which laws are candidates
     rows, (count, least, few) = train.unshrunken(), (FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING)
@@ -117,9 +117,10 @@ def chosen(
     if informative < least and today_counts:
         return None
     kind = "constant" if noise is None and informative < least else noise
+    ridges = CAREFUL_RIDGES if held_out is None else RIDGES
 
     def candidates(residuals: ResidualRows) -> list[InputNoise]:
-        found, zeros = shapes(residuals, floor), torch.zeros_like(floor)
+        found, zeros = shapes(residuals, floor, ridges), torch.zeros_like(floor)
         constant = replace(found[0], weights=torch.zeros_like(found[0].weights), low=zeros, high=zeros)
         return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
 
@@ -170,17 +171,20 @@ def _surest(losses: Tensor, counts: Tensor, today: Tensor | None, has_constant: 
     return 0 if today is None else None
 
 
-def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[InputNoise]:
-    """Returns one noise for each λ of `RIDGES`, whose w and b minimise the penalised loss of training residuals.
+def shapes(
+    rows: ResidualRows, floor: Tensor, ridges: Sequence[float] = RIDGES, df: float = SHAPE_DF
+) -> list[InputNoise]:
+    """Returns one noise for each λ of `ridges`, whose w and b minimise the penalised loss of training residuals.
 
     For each output, `(Σ_n ω_n loss(r_n², exp(b + wᵀz_n)) + λ‖w‖²) / Σ_n ω_n`, which is convex in w and b.
 
     Args:
         rows: rows with residuals; their leverages have no effect.
         floor: today's noise variance (C,), see `InputNoise.floor`.
+        ridges: candidates for λ.
         df: degrees of freedom of the density; `math.inf` for normal noise.
 
-    Cost: time O(N F'²) for F' = min(F, 256) components, and about 15 products (N, F') (F', 5) for each output.
+    Cost: time O(N F'²) for F' = min(F, 256), and 10 products (N, F') (F', K) for K ridges and each output.
     """
     # 1. standardised features z (N, F)
     rows = rows.at_most(min(SHAPE_ROWS, SHAPE_ENTRIES // rows.features.shape[1]))
@@ -199,19 +203,19 @@ def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[Inpu
     variances, vectors = symmetric_eigen(components.T * mass @ components)
     basis, components = basis @ vectors, components @ vectors
     # 3. for each output all λ at once: w = U P p, with P^-2 the curvature at constant noise
-    ridges = z.new_tensor(RIDGES)
+    precisions = z.new_tensor(ridges)
 
     def fitted(square: Tensor, weight: Tensor, least: Tensor) -> Tensor:
         total = weight.sum().clamp_min(SMALLEST)
         mean = (weight @ square / total).maximum(least)
-        unit, scales = (square / mean).clamp_min(SMALLEST), (0.5 * variances + 2 * ridges[:, None] / total).rsqrt()
+        unit, scales = (square / mean).clamp_min(SMALLEST), (0.5 * variances + 2 * precisions[:, None] / total).rsqrt()
 
         def objective(point: Tensor) -> Tensor:
-            w = point[:, :-1] * scales  # (5, F')
+            w = point[:, :-1] * scales  # (K, F')
             noise = (w @ components.T + point[:, -1:]).exp()
-            return (loss(unit, noise, df) @ weight + ridges * w.square().sum(1)) / total
+            return (loss(unit, noise, df) @ weight + precisions * w.square().sum(1)) / total
 
-        point = _minimise(objective, z.new_zeros(len(ridges), len(variances) + 1), z.new_ones(len(variances) + 1))
+        point = _minimise(objective, z.new_zeros(len(precisions), len(variances) + 1), z.new_ones(len(variances) + 1))
         return torch.cat([(point[:, :-1] * scales) @ basis.T, point[:, -1:] + mean.log()], 1)
 
     solutions = [fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)]

@@ -206,5 +206,5 @@ def error_of_copy(
         optimiser.step()
         if step % LOOK == 0 and errors(seen)[0] <= residual:
             break
-    (mean, deviation), own = errors(held), errors(seen)[0]
-    return residual + max(0.0, mean - deviation - own)
+    unseen, deviation = errors(held)
+    return residual + max(0.0, unseen - deviation - errors(seen)[0])

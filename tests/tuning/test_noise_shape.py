@@ -65,7 +65,7 @@ def held_out_of(count: int, latent: float = 0.05, **options: Any) -> ResidualRow
 def test_shapes_minimise_the_penalised_loss(df):
     rows = rows_of(150, outputs=2, df=4.0)
     rows.residuals[:40, 1] = math.nan
-    found = shapes(rows, floor_of(rows), df)
+    found = shapes(rows, floor_of(rows), df=df)
     z = ((rows.features - rows.features.mean(0)) / rows.features.std(0, correction=0))[:, :3].clamp(-6, 6).numpy()
     for k, ridge in enumerate(RIDGES):
         for c in range(2):
