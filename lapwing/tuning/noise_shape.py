@@ -29,10 +29,9 @@ PART_BEYOND = 0.01
 """Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
-FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT = 5, 30, 200
-FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 500
-FEW_ERRORS = 1.5
-"""Folds; rows below which today's law stays, and below which a gain must exceed more than one standard error: 1.5."""
+FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT = 5, 30, 200, 1.5
+FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING = 3, 200, 1500, 2.0
+"""Folds; rows below which today's law stays, below which a gain must exceed many standard errors, and how many."""
 HIGHEST_LEVERAGE = 0.95
 """Upper bound of a leverage h, so that r/(1 - h) stays finite."""
 LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-5, 60, 6, 3.0
@@ -92,8 +91,8 @@ def chosen(
 
     With held-out rows, shapes of the training residuals r get a `level` by four fifths of these rows. Otherwise two
     thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training rows is `floor`.
-    The best law must gain more than one standard error of the paired difference to today's law, or `FEW_ERRORS` if rows
-    are few. The factor s of the latent covariance is tuned for the best law only.
+    The best law must gain more than one standard error of the paired difference to today's law, or more if rows are
+    few. The factor s of the latent covariance is tuned for the best law only.
 
     Args:
         train: training rows, with leverages if they are known.
@@ -107,21 +106,20 @@ def chosen(
     Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 8 shapes and 10 levels of training rows.
     """
     # 1. the rows that choose, and which laws are candidates
-    rows, (count, least, few) = train.unshrunken(), (FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING)
+    rows, count, least, few, errors = train.unshrunken(), FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING
     some = rows.at_most(max(SHAPE_ROWS // len(floor), few))
     if held_out is not None:
-        rows, (count, least, few) = held_out, (FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT)
+        rows, count, least, few, errors = held_out, FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT
         some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
     informative = int((some.known()[1] > 0).any(1).sum())
     today_counts = normal and noise != "input"
     if informative < least and today_counts:
         return None
     kind = "constant" if noise is None and informative < least else noise
-    ridges = CAREFUL_RIDGES if held_out is None else RIDGES
 
     def candidates(residuals: ResidualRows) -> list[InputNoise]:
-        found, zeros = shapes(residuals, floor, ridges), torch.zeros_like(floor)
-        constant = replace(found[0], weights=torch.zeros_like(found[0].weights), low=zeros, high=zeros)
+        found = shapes(residuals, floor, CAREFUL_RIDGES if held_out is None else RIDGES)
+        constant = replace(found[0], **{name: 0 * getattr(found[0], name) for name in ("weights", "low", "high")})
         return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
 
     # 2. shapes for each fold, and for all rows
@@ -141,8 +139,8 @@ def chosen(
     far = final[0].is_far(some.features)
     left_out = level(torch.cat(slopes), some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
     losses = left_out.unflatten(0, (count, -1))[fold, :, torch.arange(len(fold))].T
-    errors = 1 if informative >= few else FEW_ERRORS
-    best = _surest(losses, some.counts(), today if today_counts else None, kind != "input", errors)
+    today, errors = today if today_counts else None, errors if informative < few else 1.0
+    best = _surest(losses, some.counts(), today, kind != "input", errors)
     if best is None:
         return None
     # 4. its level by all rows
@@ -306,10 +304,7 @@ def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
 
 
 def _minimise(function: Callable[[Tensor], Tensor], start: Tensor, curvatures: Tensor) -> Tensor:
-    """Returns minimisers (K, p) of K independent smooth functions, (K, p) -> (K,), by BFGS with backtracking.
-
-    The first Hessian has `curvatures` (p,) on its diagonal.
-    """
+    """Returns minimisers (K, p) of K functions, (K, p) -> (K,), by BFGS from Hessians diag(curvatures (p,))."""
 
     def at(point: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():

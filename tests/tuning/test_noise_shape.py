@@ -204,7 +204,7 @@ def test_few_rows_keep_todays_law():
 
 
 def test_few_held_out_rows_must_gain_more():
-    """A gain between 1 and `FEW_ERRORS` standard errors counts from `FEW_HELD_OUT` rows."""
+    """A gain between 1 and `ERRORS_HELD_OUT` standard errors counts from `FEW_HELD_OUT` rows."""
     train, held_out = rows_of(300), held_out_of(FEW_HELD_OUT, seed=1)
     floor = floor_of(held_out)
     noise = chosen(train, floor, held_out, noise="input", df=INFINITE)
