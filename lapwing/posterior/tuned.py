@@ -178,7 +178,7 @@ def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
     chosen = next(one for one in (posterior, *parts) if (one.samples, one.data_factor) == data)
     if rank is not None and has_rank(chosen.covariance) and chosen.covariance.rank != rank:
         chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
-    chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim, temperature=temperature)  # type: ignore[arg-type]
+    chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim, temperature=temperature)
     if has_prior(chosen.covariance):
         return chosen.at(chosen.prior.precision.new_tensor(precision), likelihood.noise_variance)
     return chosen

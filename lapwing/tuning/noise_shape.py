@@ -17,8 +17,8 @@ from torch import Tensor
 from ..likelihoods.input_noise import InputNoise, least_noise, standardised
 from ..linalg import doubled, orthonormal_rows, symmetric_eigen
 
-RIDGES = 0.1, 1.0, 10.0, 100.0, 1000.0
-"""Candidates for λ, the precision of w in units of the loss of one row."""
+RIDGES, CAREFUL_RIDGES = (0.1, 1.0, 10.0, 100.0, 1000.0), (100.0, 1000.0)
+"""Candidates for λ, the precision of w in units of the loss of one row; those without held-out rows."""
 SHAPE_ROWS, SHAPE_ENTRIES, CHOICE_ROWS = 20_000, 2**24, 2_000
 """Maximum number of training rows, of their features, and of held-out rows times outputs that choose."""
 MOST_DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
@@ -29,10 +29,9 @@ PART_BEYOND = 0.01
 """Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
-FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT = 5, 30, 200
-FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 500
-FEW_ERRORS = 1.5
-"""Folds; rows below which today's law stays, and below which a gain must exceed more than one standard error: 1.5."""
+FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT = 5, 30, 200, 1.5
+FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING = 3, 200, 1500, 2.0
+"""Folds; rows below which today's law stays, below which a gain must exceed many standard errors, and how many."""
 HIGHEST_LEVERAGE = 0.95
 """Upper bound of a leverage h, so that r/(1 - h) stays finite."""
 LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-5, 60, 6, 3.0
@@ -92,8 +91,8 @@ def chosen(
 
     With held-out rows, shapes of the training residuals r get a `level` by four fifths of these rows. Otherwise two
     thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training rows is `floor`.
-    The best law must gain more than one standard error of the paired difference to today's law, or `FEW_ERRORS` if rows
-    are few. The factor s of the latent covariance is tuned for the best law only.
+    The best law must gain more than one standard error of the paired difference to today's law, or more if rows are
+    few. The factor s of the latent covariance is tuned for the best law only.
 
     Args:
         train: training rows, with leverages if they are known.
@@ -104,13 +103,13 @@ def chosen(
         normal: whether today's law is an answer, unless `noise` is "input".
         scaled: whether the latent variances may get a factor.
 
-    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 20 shapes and 19 levels of training rows.
+    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 8 shapes and 10 levels of training rows.
     """
     # 1. the rows that choose, and which laws are candidates
-    rows, (count, least, few) = train.unshrunken(), (FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING)
+    rows, count, least, few, errors = train.unshrunken(), FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING
     some = rows.at_most(max(SHAPE_ROWS // len(floor), few))
     if held_out is not None:
-        rows, (count, least, few) = held_out, (FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT)
+        rows, count, least, few, errors = held_out, FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT
         some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
     informative = int((some.known()[1] > 0).any(1).sum())
     today_counts = normal and noise != "input"
@@ -119,8 +118,8 @@ def chosen(
     kind = "constant" if noise is None and informative < least else noise
 
     def candidates(residuals: ResidualRows) -> list[InputNoise]:
-        found, zeros = shapes(residuals, floor), torch.zeros_like(floor)
-        constant = replace(found[0], weights=torch.zeros_like(found[0].weights), low=zeros, high=zeros)
+        found = shapes(residuals, floor, CAREFUL_RIDGES if held_out is None else RIDGES)
+        constant = replace(found[0], **{name: 0 * getattr(found[0], name) for name in ("weights", "low", "high")})
         return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
 
     # 2. shapes for each fold, and for all rows
@@ -140,8 +139,8 @@ def chosen(
     far = final[0].is_far(some.features)
     left_out = level(torch.cat(slopes), some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
     losses = left_out.unflatten(0, (count, -1))[fold, :, torch.arange(len(fold))].T
-    errors = 1 if informative >= few else FEW_ERRORS
-    best = _surest(losses, some.counts(), today if today_counts else None, kind != "input", errors)
+    today, errors = today if today_counts else None, errors if informative < few else 1.0
+    best = _surest(losses, some.counts(), today, kind != "input", errors)
     if best is None:
         return None
     # 4. its level by all rows
@@ -170,17 +169,20 @@ def _surest(losses: Tensor, counts: Tensor, today: Tensor | None, has_constant: 
     return 0 if today is None else None
 
 
-def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[InputNoise]:
-    """Returns one noise for each λ of `RIDGES`, whose w and b minimise the penalised loss of training residuals.
+def shapes(
+    rows: ResidualRows, floor: Tensor, ridges: Sequence[float] = RIDGES, df: float = SHAPE_DF
+) -> list[InputNoise]:
+    """Returns one noise for each λ of `ridges`, whose w and b minimise the penalised loss of training residuals.
 
     For each output, `(Σ_n ω_n loss(r_n², exp(b + wᵀz_n)) + λ‖w‖²) / Σ_n ω_n`, which is convex in w and b.
 
     Args:
         rows: rows with residuals; their leverages have no effect.
         floor: today's noise variance (C,), see `InputNoise.floor`.
+        ridges: candidates for λ.
         df: degrees of freedom of the density; `math.inf` for normal noise.
 
-    Cost: time O(N F'²) for F' = min(F, 256) components, and about 15 products (N, F') (F', 5) for each output.
+    Cost: time O(N F'²) for F' = min(F, 256), and 10 products (N, F') (F', K) for K ridges and each output.
     """
     # 1. standardised features z (N, F)
     rows = rows.at_most(min(SHAPE_ROWS, SHAPE_ENTRIES // rows.features.shape[1]))
@@ -199,19 +201,19 @@ def shapes(rows: ResidualRows, floor: Tensor, df: float = SHAPE_DF) -> list[Inpu
     variances, vectors = symmetric_eigen(components.T * mass @ components)
     basis, components = basis @ vectors, components @ vectors
     # 3. for each output all λ at once: w = U P p, with P^-2 the curvature at constant noise
-    ridges = z.new_tensor(RIDGES)
+    precisions = z.new_tensor(ridges)
 
     def fitted(square: Tensor, weight: Tensor, least: Tensor) -> Tensor:
         total = weight.sum().clamp_min(SMALLEST)
         mean = (weight @ square / total).maximum(least)
-        unit, scales = (square / mean).clamp_min(SMALLEST), (0.5 * variances + 2 * ridges[:, None] / total).rsqrt()
+        unit, scales = (square / mean).clamp_min(SMALLEST), (0.5 * variances + 2 * precisions[:, None] / total).rsqrt()
 
         def objective(point: Tensor) -> Tensor:
-            w = point[:, :-1] * scales  # (5, F')
+            w = point[:, :-1] * scales  # (K, F')
             noise = (w @ components.T + point[:, -1:]).exp()
-            return (loss(unit, noise, df) @ weight + ridges * w.square().sum(1)) / total
+            return (loss(unit, noise, df) @ weight + precisions * w.square().sum(1)) / total
 
-        point = _minimise(objective, z.new_zeros(len(ridges), len(variances) + 1), z.new_ones(len(variances) + 1))
+        point = _minimise(objective, z.new_zeros(len(precisions), len(variances) + 1), z.new_ones(len(variances) + 1))
         return torch.cat([(point[:, :-1] * scales) @ basis.T, point[:, -1:] + mean.log()], 1)
 
     solutions = [fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)]
@@ -302,10 +304,7 @@ def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
 
 
 def _minimise(function: Callable[[Tensor], Tensor], start: Tensor, curvatures: Tensor) -> Tensor:
-    """Returns minimisers (K, p) of K independent smooth functions, (K, p) -> (K,), by BFGS with backtracking.
-
-    The first Hessian has `curvatures` (p,) on its diagonal.
-    """
+    """Returns minimisers (K, p) of K functions, (K, p) -> (K,), by BFGS from Hessians diag(curvatures (p,))."""
 
     def at(point: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():

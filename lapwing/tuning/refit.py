@@ -160,10 +160,9 @@ def error_of_copy(
     """Trains a fresh copy on most rows of `table_of`; returns Y from its mean squared error on the others.
 
     Y is `residual` plus the excess of the mean squared error on these rows, less its standard error, over the one on
-    its own. So a copy that learns less than the network, for instance because it has no bias, and an outlier among the
-    rows make Y small, and a small Y changes nothing. Training ends once the error on its own rows is at most
-    `residual`. The outputs are shifted and scaled by constants, so that the scale of the targets does not matter.
-    Returns None if there are too few rows.
+    its own, where training ends once that is at most `residual`. So Y is small, and changes nothing, if an outlier is
+    among the rows, or if the copy cannot learn what the network has, for instance without a bias. Constants shift and
+    scale the outputs, so that the scale of the targets does not matter. Returns None if there are too few rows.
     """
     # 1. a fifth of the rows is held out
     count = max(1, round(PART * len(x)))
@@ -182,8 +181,7 @@ def error_of_copy(
         model.train()
         return out
 
-    def errors(some: Tensor) -> tuple[float, float]:
-        """Returns the mean squared error of some rows, and the standard error of this mean."""
+    def errors(some: Tensor) -> tuple[float, float]:  # mean squared error, and its standard error
         each, weight = (w[some] * (y[some] - factor * look(some)).square()).sum(1), w[some].sum(1)
         mean = each.sum() / weight.sum()
         return float(mean), float((each - mean * weight).norm() / weight.sum())
@@ -207,5 +205,5 @@ def error_of_copy(
         optimiser.step()
         if step % LOOK == 0 and errors(seen)[0] <= residual:
             break
-    (unseen, deviation), own = errors(held), errors(seen)[0]
-    return residual + max(0.0, unseen - deviation - own)
+    unseen, deviation = errors(held)
+    return residual + max(0.0, unseen - deviation - errors(seen)[0])

@@ -33,9 +33,8 @@ NOISE_OF_RESIDUAL = 0.5  # lower bound of `least`, as a fraction of the mean squ
 RAISED = evenly(0.0, 4.0, 33)  # factors (log10) by which δ may be raised if σ² was too small
 NOISES_AT_PRIOR = evenly(-4.0, 0.0, 33)  # candidates for log10 of σ² over the width, at a given prior precision
 
-NARROW, NARROW_BY_INPUTS, ABOVE_RESIDUAL = 1.3, 2.25, 6.0
-"""A width s is too small if the error by a fresh copy exceeds `NARROW` s, or if the error by a Gaussian process on the
-inputs exceeds `NARROW_BY_INPUTS` s and `ABOVE_RESIDUAL` mean squared residuals."""
+NARROW = 1.3  # a width s is too small if the error by a fresh copy exceeds `NARROW` s
+NARROW_BY_INPUTS, ABOVE_RESIDUAL = 2.25, 6.0  # and if that by the inputs exceeds these times s and the squared residual
 
 
 def inputs_read(posterior: Posterior, samples: int) -> int:
@@ -96,7 +95,7 @@ def with_left_out_width(
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
     posterior = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
-    rows = rows_wanted(posterior)
+    rows = rows_wanted(posterior) if training.shown is not None else min(samples, rows_wanted(posterior))
     return with_noise_of_residuals(posterior, evenly_spaced_batches(training, rows, posterior)) if rows else posterior
 
 

@@ -112,7 +112,7 @@ def test_noise_follows_the_inputs_of_the_last_layer(held_out):
     assert gain.mean() > 0.05
 
 
-@pytest.mark.parametrize("likelihood", [None, lw.StudentT(df=4.0)], ids=["normal", "student"])
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(), lw.StudentT(df=4.0)], ids=["normal", "student"])
 @pytest.mark.parametrize("kind", ["mlp", "three outputs"])
 def test_all_parts_of_a_prediction_have_the_same_noise(kind, likelihood):
     posterior = fitted(kind, likelihood=likelihood)
@@ -127,7 +127,7 @@ def test_all_parts_of_a_prediction_have_the_same_noise(kind, likelihood):
     low, high = prediction.interval(0.8)
     inside = ((draws >= low) & (draws <= high)).double().mean((0, 1))
     torch.testing.assert_close(inside, torch.full_like(inside, 0.8), rtol=0, atol=3e-3)
-    if likelihood is None:
+    if likelihood.tails == "normal":
         covariance = prediction.latent.covariance + prediction.aleatoric_variance.diag_embed()
         wanted = torch.distributions.MultivariateNormal(mean, covariance).log_prob(y)
         torch.testing.assert_close(prediction.log_prob(y), wanted)
@@ -152,7 +152,7 @@ def test_selected_outputs_have_their_own_noise():
     torch.testing.assert_close(some.interval()[1], every.interval()[1].gather(1, chosen))
 
 
-@pytest.mark.parametrize("likelihood", [None, lw.StudentT(df=4.0)], ids=["normal", "student"])
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(), lw.StudentT(df=4.0)], ids=["normal", "student"])
 def test_a_joint_latent_has_the_noise_of_each_input(likelihood):
     posterior = fitted("three outputs", likelihood=likelihood)
     x, y = data(6, 3, 3)
@@ -163,7 +163,7 @@ def test_a_joint_latent_has_the_noise_of_each_input(likelihood):
     torch.testing.assert_close(prediction.log_prob(y), rows.log_prob(y))
     law = prediction.distribution()
     torch.testing.assert_close(law.variance, rows.variance.flatten())
-    if likelihood is None:
+    if likelihood.tails == "normal":
         dense = latent.covariance.reshape(18, 18) + rows.aleatoric_variance.flatten().diag()
         torch.testing.assert_close(law.covariance_matrix, dense)
 
@@ -467,7 +467,7 @@ def test_an_update_with_few_held_out_rows_scales_the_noise():
 
 
 def test_a_mixture_is_the_mean_of_the_densities_of_its_members():
-    members = [fitted(), fitted(likelihood=lw.Gaussian(noise="constant"))]
+    members = [fitted(likelihood=lw.Gaussian(noise=noise)) for noise in (None, "constant")]
     x, y = TEST
     densities = []
     for member in members:

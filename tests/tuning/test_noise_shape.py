@@ -65,7 +65,7 @@ def held_out_of(count: int, latent: float = 0.05, **options: Any) -> ResidualRow
 def test_shapes_minimise_the_penalised_loss(df):
     rows = rows_of(150, outputs=2, df=4.0)
     rows.residuals[:40, 1] = math.nan
-    found = shapes(rows, floor_of(rows), df)
+    found = shapes(rows, floor_of(rows), df=df)
     z = ((rows.features - rows.features.mean(0)) / rows.features.std(0, correction=0))[:, :3].clamp(-6, 6).numpy()
     for k, ridge in enumerate(RIDGES):
         for c in range(2):
@@ -204,7 +204,7 @@ def test_few_rows_keep_todays_law():
 
 
 def test_few_held_out_rows_must_gain_more():
-    """A gain between 1 and `FEW_ERRORS` standard errors counts from `FEW_HELD_OUT` rows."""
+    """A gain between 1 and `ERRORS_HELD_OUT` standard errors counts from `FEW_HELD_OUT` rows."""
     train, held_out = rows_of(300), held_out_of(FEW_HELD_OUT, seed=1)
     floor = floor_of(held_out)
     noise = chosen(train, floor, held_out, noise="input", df=INFINITE)
