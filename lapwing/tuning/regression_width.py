@@ -95,8 +95,9 @@ def with_left_out_width(
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
     posterior = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
-    rows = rows_wanted(posterior) if training.shown is not None else min(samples, rows_wanted(posterior))
-    return with_noise_of_residuals(posterior, evenly_spaced_batches(training, rows, posterior)) if rows else posterior
+    rows = rows_wanted(posterior)
+    more = rows and samples >= SAMPLES  # otherwise the user wants to read few rows
+    return with_noise_of_residuals(posterior, evenly_spaced_batches(training, rows, posterior) if more else parts)
 
 
 def _checked_width(

@@ -105,7 +105,7 @@ def test_noise_follows_the_inputs_of_the_last_layer(held_out):
     posterior = fitted(held_out=held_out)
     found = check_noise(posterior, posterior.model[-1])
     true = (0.05 + 0.375 * (TEST[0][:, :1] + 1)).square()
-    assert torch.corrcoef(torch.stack([found[:60].log().flatten(), true.log().flatten()]))[0, 1] > 0.85
+    assert torch.corrcoef(torch.stack([found[:60].log().flatten(), true.log().flatten()]))[0, 1] > 0.7
     constant = fitted(held_out=held_out, likelihood=lw.Gaussian(noise="constant"))
     assert constant.likelihood.input_noise is None
     gain = posterior.predict(TEST[0]).log_prob(TEST[1]) - constant.predict(TEST[0]).log_prob(TEST[1])
