@@ -83,15 +83,14 @@ def test_intervals_are_scaled_by_the_standard_deviation():
 def test_normalised_scores_read_the_noise_of_each_input():
     """Intervals cover in each quarter of the spread; with one width they are too wide and too narrow."""
     x, y = data("real")
-    fitted, rest = slice(3400, 4400), slice(400, 3400)
+    fitted, tuned, rest = slice(3400, 4400), slice(400, 900), slice(900, 3400)
     network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
     optimiser = torch.optim.Adam(network.parameters(), 0.02)
     for _ in range(100):
         optimiser.zero_grad()
         (network(x[fitted]) - y[fitted]).square().mean().backward()
         optimiser.step()
-    likelihood = lw.Gaussian(noise="input", tails=None)
-    noisy = lw.fit(network.eval(), (x[fitted], y[fitted]), likelihood=likelihood, tune=lw.BoundedEvidence())
+    noisy = lw.fit(network.eval(), (x[fitted], y[fitted]), validation=(x[tuned], y[tuned]))
     X, y = matrix_of(noisy.predict(x)), y[:, 0].numpy()
     quarters, coverages = np.array_split(X[rest, 1].argsort(), 4), {}
     for name, score in {"absolute": "absolute", "std": StdConformityScore()}.items():
