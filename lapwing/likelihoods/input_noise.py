@@ -29,7 +29,7 @@ class InputNoise:
         low: lower ends (C,) of the range of wᵀz on the training rows.
         high: upper ends (C,) of this range.
         offset: b, (C,).
-        floor: today's constant noise variance (C,), a bound of σ² far from the data.
+        floor: the plain law's noise variance (C,), a bound of σ² far from the data.
         whitening: matrix W (F, F') for the distance `‖Wᵀz‖²` of an input from the training rows.
         reach: distance () above which an input is far from the data.
         spread: factor s () of the latent covariance that belongs to this noise.
@@ -118,7 +118,7 @@ def standardised(features: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
 
 
 def least_noise(floor: Tensor, latent: Tensor, spread: Tensor, df: Tensor) -> Tensor:
-    """Returns the noise variance from which on no central interval of y is narrower than by today's law.
+    """Returns the noise variance from which on no central interval of y is narrower than by the plain law.
 
     Today's law is `N(f, floor + latent/s)`. A Student t is less peaked than a normal with the same scale, also after a
     normal is added to both. So the scale² `floor + max(1/s - 1, 0) latent` suffices, and σ² is `scale² ν/(ν - 2)`.

@@ -117,7 +117,7 @@ def _with(posterior: Posterior, noise: InputNoise) -> Posterior:
 
 
 def _tails(posterior: Posterior) -> tuple[float | None, bool] | None:
-    """Returns ν (inf: normal; None: tuned) and whether today's law is an answer; None if noise and tails are given."""
+    """Returns ν (inf: normal; None: tuned), and whether the plain law may stay; None if noise and tails are given."""
     likelihood: Any = posterior.likelihood
     tails = likelihood.tails_to_fit
     if tails is None:

@@ -1,7 +1,7 @@
 """Noise that depends on the input, and its tails: fitted to residuals, and kept only if left-out residuals gain by it.
 
 `shapes` finds from training residuals how the log variance varies. `level` fits its offset, the factor of the latent
-covariance and the degrees of freedom. `chosen` compares such laws with today's law, one normal noise variance.
+covariance and the degrees of freedom. `chosen` compares them with the plain law: one normal noise variance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
 FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT = 5, 30, 200, 1.5
 FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING = 3, 200, 1500, 2.0
-"""Folds; rows below which today's law stays, below which a gain must exceed many standard errors, and how many."""
+"""Folds; least rows for another law than the plain one; with fewer than FEW rows a gain must exceed ERRORS errors."""
 HIGHEST_LEVERAGE = 0.95
 """Upper bound of a leverage h, so that r/(1 - h) stays finite."""
 LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-5, 60, 6, 3.0
@@ -48,8 +48,8 @@ class ResidualRows(NamedTuple):
         residuals: y - f, (N, C); NaN for a missing target.
         weights: sample weights (N,), which count as repeated rows; None for ones.
         leverages: h of training rows, (N, C); None for zeros.
-        latent: variances of f, (N, C), at today's prior precision and noise; None if unknown.
-        losses: `-log p(y)` (N,) of held-out rows by today's law, which may have been tuned on them.
+        latent: variances of f, (N, C), at the plain law's prior precision and noise; None if unknown.
+        losses: `-log p(y)` (N,) of held-out rows by the plain law, which may have been tuned on them.
     """
 
     features: Tensor
@@ -87,20 +87,20 @@ def chosen(
     train: ResidualRows, floor: Tensor, held_out: ResidualRows | None = None,
     noise: str | None = None, df: float | None = None, normal: bool = True, scaled: bool = True,
 ) -> InputNoise | None:  # fmt: skip
-    """Returns the noise that predicts left-out folds of residuals best, or None for today's law.
+    """Returns the noise that predicts left-out folds of residuals best, or None for the plain law.
 
     With held-out rows, shapes of the training residuals r get a `level` by four fifths of these rows. Otherwise two
     thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training rows is `floor`.
-    The best law must gain more than one standard error of the paired difference to today's law, or more if rows are
+    The best law must gain more than one standard error of the paired difference to the plain law, or more if rows are
     few. The factor s of the latent covariance is tuned for the best law only.
 
     Args:
         train: training rows, with leverages if they are known.
-        floor: today's noise variance of each output, (C,), float64.
-        held_out: held-out rows with latent variances and today's losses, or None.
+        floor: the plain law's noise variance of each output, (C,), float64.
+        held_out: held-out rows with latent variances and the plain law's losses, or None.
         noise: "constant", "input", or None if the data decide.
         df: ν, see `level`. A tuned ν of `MOST_DF` becomes infinite.
-        normal: whether today's law is an answer, unless `noise` is "input".
+        normal: whether the plain law is an answer, unless `noise` is "input".
         scaled: whether the latent variances may get a factor.
 
     Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 8 shapes and 10 levels of training rows.
@@ -112,8 +112,8 @@ def chosen(
         rows, count, least, few, errors = held_out, FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT
         some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
     informative = int((some.known()[1] > 0).any(1).sum())
-    today_counts = normal and noise != "input"
-    if informative < least and today_counts:
+    may_stay = normal and noise != "input"
+    if informative < least and may_stay:
         return None
     kind = "constant" if noise is None and informative < least else noise
 
@@ -125,13 +125,13 @@ def chosen(
     # 2. shapes for each fold, and for all rows
     fold = some.order() % count
     used = (fold != torch.arange(count)[:, None]).to(floor)  # (folds, N)
-    today: Tensor | None = some.losses
+    plain: Tensor | None = some.losses
     if held_out is None:
         rows, some, final = rows._replace(latent=None), some._replace(latent=None), candidates(rows)
         slopes = [_slopes(candidates(some.taken((fold != k).nonzero()[:, 0])), some) for k in range(count)]
         squares, weights = some.known()
         variances = (used @ (weights * squares)) / (used @ weights)  # (folds, C)
-        today = (loss(squares, variances.maximum(SMALLEST * floor)[fold], math.inf) * (weights > 0)).sum(1)
+        plain = (loss(squares, variances.maximum(SMALLEST * floor)[fold], math.inf) * (weights > 0)).sum(1)
     else:
         final = candidates(train)
         slopes = [_slopes(final, some)] * count
@@ -139,8 +139,8 @@ def chosen(
     far = final[0].is_far(some.features)
     left_out = level(torch.cat(slopes), some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
     losses = left_out.unflatten(0, (count, -1))[fold, :, torch.arange(len(fold))].T
-    today, errors = today if today_counts else None, errors if informative < few else 1.0
-    best = _surest(losses, some.counts(), today, kind != "input", errors)
+    plain, errors = plain if may_stay else None, errors if informative < few else 1.0
+    best = _surest(losses, some.counts(), plain, kind != "input", errors)
     if best is None:
         return None
     # 4. its level by all rows
@@ -152,21 +152,21 @@ def chosen(
     return replace(shape, offset=offset[0], spread=spread[0], df=tail[0] if tail < MOST_DF else tail[0] + math.inf)
 
 
-def _surest(losses: Tensor, counts: Tensor, today: Tensor | None, has_constant: bool, errors: float) -> int | None:
+def _surest(losses: Tensor, counts: Tensor, plain: Tensor | None, has_constant: bool, errors: float) -> int | None:
     """Returns the law with the least mean of its losses (laws, N), if it gains some paired standard errors.
 
-    It is compared with today's losses (N,), and None is today's law. Without these the reference is the first law if
-    this is a constant, and otherwise there is none.
+    `plain` holds the plain law's losses (N,); None as the answer is the plain law. If `plain` is None, the reference
+    is the first law if its variance is constant. Otherwise the best law needs no gain.
     """
     mass = counts / counts.sum()
     best = int((losses @ mass).argmin())
-    if today is None and not has_constant:
+    if plain is None and not has_constant:
         return best
-    gains = (losses[0] if today is None else doubled(today)) - losses[best]
+    gains = (losses[0] if plain is None else doubled(plain)) - losses[best]
     error = (mass @ (gains - mass @ gains).square() * mass.square().sum()).sqrt()
     if float(mass @ gains) > errors * float(error):
         return best
-    return 0 if today is None else None
+    return 0 if plain is None else None
 
 
 def shapes(
@@ -178,7 +178,7 @@ def shapes(
 
     Args:
         rows: rows with residuals; their leverages have no effect.
-        floor: today's noise variance (C,), see `InputNoise.floor`.
+        floor: the plain law's noise variance (C,), see `InputNoise.floor`.
         ridges: candidates for λ.
         df: degrees of freedom of the density; `math.inf` for normal noise.
 
@@ -238,7 +238,7 @@ def level(
         rows: rows with residuals and, if held out, latent variances.
         parts: factors (K, N) of the sample weights: 0 for a row of the left-out fold.
         df: ν; `math.inf` for normal noise, and None to tune ν >= `LEAST_DF`.
-        floor: today's noise variance (C,), see `least_noise`.
+        floor: the plain law's noise variance (C,), see `least_noise`.
         far: whether a row is far from the training rows, (N, 1); then `least_noise` bounds its noise.
         scaled: whether s is tuned; otherwise it is 1.
 
