@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,7 +40,7 @@ def _variances(value: Any) -> float | tuple[float, ...]:
     return numbers if isinstance(plain_numbers(value), (list, tuple)) else numbers[0]
 
 
-_VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
+VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
 FITTED = instance_of("the noise of a fitted likelihood", InputNoise)
 
@@ -76,7 +76,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         torch.Size([3])
     """
 
-    noise_variance: float | None = option(None, _VARIANCES, write="0.1")
+    noise_variance: float | None = option(None, VARIANCES, write="0.1")
+    _: KW_ONLY
     missing: bool = False
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     noise: Literal["constant", "input"] | None = None

@@ -120,7 +120,7 @@ def standardised(features: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
 def least_noise(floor: Tensor, latent: Tensor, spread: Tensor, df: Tensor) -> Tensor:
     """Returns the noise variance from which on no central interval of y is narrower than by the plain law.
 
-    Today's law is `N(f, floor + latent/s)`. A Student t is less peaked than a normal with the same scale, also after a
-    normal is added to both. So the scale² `floor + max(1/s - 1, 0) latent` suffices, and σ² is `scale² ν/(ν - 2)`.
+    The plain law is `N(f, floor + latent/s)`. A Student t is less peaked than a normal with the same scale, also after
+    a normal is added to both. So the scale² `floor + max(1/s - 1, 0) latent` suffices, and σ² is `scale² ν/(ν - 2)`.
     """
     return (floor + (1 / spread - 1).clamp_min(0.0) * latent) / (1 - 2 / df)

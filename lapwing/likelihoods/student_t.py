@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from ..options import number, option
-from .gaussian import Gaussian
+from .gaussian import VARIANCES, Gaussian
 from .registry import register_likelihood
 
 
@@ -37,6 +37,8 @@ class StudentT(Gaussian):
     """
 
     df: float | None = option(None, number(3), write="4.0")
+    _: KW_ONLY
+    noise_variance: float | None = option(None, VARIANCES, write="0.1")
     tails: Literal["student"] = "student"  # type: ignore[assignment]
     name: ClassVar[str] = "student_t"
 

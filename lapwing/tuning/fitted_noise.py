@@ -26,7 +26,7 @@ from .training_kernel import targets_of
 log = logging.getLogger("lapwing")
 
 CHEAP_WEIGHTS, FEW_ROWS = 40_000, 2_000
-"""Maximum number of treated weights for which many training rows get variances, and of rows that get some otherwise."""
+"""Maximum number of treated weights for which `SHAPE_ROWS` training rows are read, and of rows read otherwise."""
 
 
 def rows_wanted(posterior: Posterior) -> int:
@@ -44,22 +44,19 @@ def with_noise_of_residuals(
     `training` yields training rows, and `held_out` held-out rows, if there are any. With these the covariance of the
     outputs may get another factor s: δ/s and s σ², if both are open. A noise variance that the user gave is kept.
 
-    Cost: two forward passes of the training rows, and predictions of them without held-out data.
+    Cost: two forward passes of the training rows, and predictions of the held-out rows.
     """
     likelihood: Any = posterior.likelihood
     tails = _tails(posterior)
     if tails is None:
         return posterior
     floor = (likelihood.noise_variance or 0.0) * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
-    layer, noise, way = last_layer_of(posterior.tangent), likelihood.noise, aim if held_out is None else None
+    layer, noise = last_layer_of(posterior.tangent), likelihood.noise
     if posterior.noise_fixed:  # the level is given, and any rows show the tails
         training, held_out, noise = training if held_out is None else held_out, None, "constant"
-    train = _rows(posterior, training, layer, way)
-    latent = None if train is None else train.latent
+    train = _rows(posterior, training, layer)
     if train is None:
         return posterior
-    if latent is not None:  # h = v/(v + σ²)
-        train = train._replace(leverages=latent / (latent + floor), latent=None)
     rows = None if held_out is None else _rows(posterior, held_out, layer, aim)
     if rows is not None:
         losses = loss(rows.residuals.square(), floor, math.inf, rows.latent)
@@ -129,7 +126,7 @@ def _tails(posterior: Posterior) -> tuple[float | None, bool] | None:
 
 
 @torch.no_grad()
-def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | None) -> ResidualRows | None:
+def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | None = None) -> ResidualRows | None:
     """Returns the rows with known targets, with variances of f by a way if there is an aim; None without batches."""
     tangent, parts = posterior.tangent, []
     for samples in data:
@@ -150,4 +147,4 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
         return None
     columns: Any = zip(*parts, strict=True)
     every: Any = [None if column[0] is None else torch.cat(column) for column in columns]
-    return ResidualRows(every[0], every[1], every[2], None, every[3])
+    return ResidualRows(*every)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..likelihoods.input_noise import InputNoise, least_noise, standardised
 from ..linalg import doubled, orthonormal_rows, symmetric_eigen
+from .search import descend
 
-RIDGES, CAREFUL_RIDGES = (0.1, 1.0, 10.0, 100.0, 1000.0), (100.0, 1000.0)
-"""Candidates for λ, the precision of w in units of the loss of one row; those without held-out rows."""
+RIDGES = 0.1, 1.0, 10.0, 100.0, 1000.0
+"""Candidates for λ, the precision of w in units of the loss of one row."""
 SHAPE_ROWS, SHAPE_ENTRIES, CHOICE_ROWS = 20_000, 2**24, 2_000
 """Maximum number of training rows, of their features, and of held-out rows times outputs that choose."""
 MOST_DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
@@ -29,13 +30,11 @@ PART_BEYOND = 0.01
 """Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
-FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT = 5, 30, 200, 1.5
-FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING = 3, 200, 1500, 2.0
-"""Folds; least rows for another law than the plain one; with fewer than FEW rows a gain must exceed ERRORS errors."""
-HIGHEST_LEVERAGE = 0.95
-"""Upper bound of a leverage h, so that r/(1 - h) stays finite."""
-LEAST_GAIN, MOST_STEPS, BACKTRACKS, LONGEST = 1e-5, 60, 6, 3.0
-"""Least gain of a step of `_minimise`; maximum number of steps, and of their lengths; longest step."""
+FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, FEW_ERRORS = 5, 30, 200, 1.5
+FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 1500
+"""Folds; least rows for another law than the plain one; least gain in standard errors with fewer than FEW rows."""
+LEAST_GAIN, MOST_STEPS, LARGEST_LOG = 1e-6, 60, 60.0
+"""Least gain of a step of `_minimise`, maximum number of steps; largest |log σ²| on the way, over the mean r²."""
 CURVATURES = 0.5, 0.25, 0.05
 """Typical second derivatives of the mean loss of a row by b, log s and log(ν - 3), where the search for them starts."""
 
@@ -47,15 +46,13 @@ class ResidualRows(NamedTuple):
         features: φ, (N, F).
         residuals: y - f, (N, C); NaN for a missing target.
         weights: sample weights (N,), which count as repeated rows; None for ones.
-        leverages: h of training rows, (N, C); None for zeros.
-        latent: variances of f, (N, C), at the plain law's prior precision and noise; None if unknown.
+        latent: variances of f (N, C) for held-out rows, at the plain law's prior precision and noise.
         losses: `-log p(y)` (N,) of held-out rows by the plain law, which may have been tuned on them.
     """
 
     features: Tensor
     residuals: Tensor
     weights: Tensor | None = None
-    leverages: Tensor | None = None
     latent: Tensor | None = None
     losses: Tensor | None = None
 
@@ -68,11 +65,6 @@ class ResidualRows(NamedTuple):
 
     def at_most(self, count: int) -> ResidualRows:
         return self.taken(self.order()[:count]) if count < len(self.features) else self
-
-    def unshrunken(self) -> ResidualRows:
-        """Returns rows with residuals `r / (1 - h)`, as if each row were left out of the fit."""
-        shrinkage = 1.0 if self.leverages is None else 1 - doubled(self.leverages).clamp(0.0, HIGHEST_LEVERAGE)
-        return self._replace(residuals=self.residuals / shrinkage, leverages=None)
 
     def counts(self) -> Tensor:
         return doubled(torch.ones_like(self.features[:, 0]) if self.weights is None else self.weights)
@@ -89,13 +81,13 @@ def chosen(
 ) -> InputNoise | None:  # fmt: skip
     """Returns the noise that predicts left-out folds of residuals best, or None for the plain law.
 
-    With held-out rows, shapes of the training residuals r get a `level` by four fifths of these rows. Otherwise two
-    thirds of the `r / (1 - h)` determine shape and level, and the mean of σ²(x) over the training rows is `floor`.
+    With held-out rows, shapes of the training residuals get a `level` by four fifths of these rows. Otherwise two
+    thirds of the training rows determine shape and level, and the mean of σ²(x) over all of them is `floor`.
     The best law must gain more than one standard error of the paired difference to the plain law, or more if rows are
     few. The factor s of the latent covariance is tuned for the best law only.
 
     Args:
-        train: training rows, with leverages if they are known.
+        train: training rows.
         floor: the plain law's noise variance of each output, (C,), float64.
         held_out: held-out rows with latent variances and the plain law's losses, or None.
         noise: "constant", "input", or None if the data decide.
@@ -103,13 +95,13 @@ def chosen(
         normal: whether the plain law is an answer, unless `noise` is "input".
         scaled: whether the latent variances may get a factor.
 
-    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 8 shapes and 10 levels of training rows.
+    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 20 shapes and 18 levels of training rows.
     """
     # 1. the rows that choose, and which laws are candidates
-    rows, count, least, few, errors = train.unshrunken(), FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING, ERRORS_TRAINING
+    rows, count, least, few = train, FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING
     some = rows.at_most(max(SHAPE_ROWS // len(floor), few))
     if held_out is not None:
-        rows, count, least, few, errors = held_out, FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, ERRORS_HELD_OUT
+        rows, count, least, few = held_out, FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT
         some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
     informative = int((some.known()[1] > 0).any(1).sum())
     may_stay = normal and noise != "input"
@@ -118,7 +110,7 @@ def chosen(
     kind = "constant" if noise is None and informative < least else noise
 
     def candidates(residuals: ResidualRows) -> list[InputNoise]:
-        found = shapes(residuals, floor, CAREFUL_RIDGES if held_out is None else RIDGES)
+        found = shapes(residuals, floor)
         constant = replace(found[0], **{name: 0 * getattr(found[0], name) for name in ("weights", "low", "high")})
         return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
 
@@ -127,7 +119,7 @@ def chosen(
     used = (fold != torch.arange(count)[:, None]).to(floor)  # (folds, N)
     plain: Tensor | None = some.losses
     if held_out is None:
-        rows, some, final = rows._replace(latent=None), some._replace(latent=None), candidates(rows)
+        final = candidates(rows)
         slopes = [_slopes(candidates(some.taken((fold != k).nonzero()[:, 0])), some) for k in range(count)]
         squares, weights = some.known()
         variances = (used @ (weights * squares)) / (used @ weights)  # (folds, C)
@@ -139,8 +131,8 @@ def chosen(
     far = final[0].is_far(some.features)
     left_out = level(torch.cat(slopes), some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
     losses = left_out.unflatten(0, (count, -1))[fold, :, torch.arange(len(fold))].T
-    plain, errors = plain if may_stay else None, errors if informative < few else 1.0
-    best = _surest(losses, some.counts(), plain, kind != "input", errors)
+    errors = FEW_ERRORS if informative < few else 1.0
+    best = _surest(losses, some.counts(), plain if may_stay else None, kind != "input", errors)
     if best is None:
         return None
     # 4. its level by all rows
@@ -177,7 +169,7 @@ def shapes(
     For each output, `(Σ_n ω_n loss(r_n², exp(b + wᵀz_n)) + λ‖w‖²) / Σ_n ω_n`, which is convex in w and b.
 
     Args:
-        rows: rows with residuals; their leverages have no effect.
+        rows: rows with residuals.
         floor: the plain law's noise variance (C,), see `InputNoise.floor`.
         ridges: candidates for λ.
         df: degrees of freedom of the density; `math.inf` for normal noise.
@@ -210,7 +202,7 @@ def shapes(
 
         def objective(point: Tensor) -> Tensor:
             w = point[:, :-1] * scales  # (K, F')
-            noise = (w @ components.T + point[:, -1:]).exp()
+            noise = (w @ components.T + point[:, -1:]).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
             return (loss(unit, noise, df) @ weight + precisions * w.square().sum(1)) / total
 
         point = _minimise(objective, z.new_zeros(len(precisions), len(variances) + 1), z.new_ones(len(variances) + 1))
@@ -304,32 +296,6 @@ def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
 
 
 def _minimise(function: Callable[[Tensor], Tensor], start: Tensor, curvatures: Tensor) -> Tensor:
-    """Returns minimisers (K, p) of K functions, (K, p) -> (K,), by BFGS from Hessians diag(curvatures (p,))."""
-
-    def at(point: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            values = function(point.requires_grad_())
-            return values.detach(), torch.autograd.grad(values.sum(), point)[0]
-
-    point, inverse = start, (1 / curvatures).diag().repeat(len(start), 1, 1)
-    values, gradients = at(point.clone())
-    for _ in range(MOST_STEPS):
-        step = -(inverse @ gradients[:, :, None])[:, :, 0]
-        step = step * (LONGEST / step.abs().amax(1, keepdim=True)).clamp_max(1.0)
-        for _ in range(BACKTRACKS):
-            ends, slopes = at(point + step)
-            fails = ~(ends <= values + 1e-4 * (step * gradients).sum(1) + SMALLEST)
-            if not fails.any():
-                break
-            step = torch.where(fails[:, None], 0.3 * step, step)
-        step = torch.where(fails[:, None], 0.0, step)
-        turn = torch.where(fails[:, None], 0.0, slopes - gradients)
-        product, seen = (step * turn).sum(1), (inverse @ turn[:, :, None])[:, :, 0]
-        rate = torch.where(product > 0, 1 / product, 0.0)[:, None, None]
-        cross, growth = step[:, :, None] * seen[:, None, :], 1 + rate[:, :, 0] * (turn * seen).sum(1, keepdim=True)
-        inverse = inverse + rate * (growth[:, :, None] * step[:, :, None] * step[:, None, :] - cross - cross.mT)
-        gain = torch.where(fails, 0.0, values - ends)
-        point, values, gradients = point + step, values - gain, gradients + turn
-        if not (gain > LEAST_GAIN).any():
-            break
-    return point
+    """Returns minimisers (K, p) of K functions, (K, p) -> (K,), whose Hessians are about diag(curvatures (p,))."""
+    scale = curvatures.rsqrt()
+    return descend(lambda point: function(point * scale).sum(), start / scale, MOST_STEPS, LEAST_GAIN) * scale

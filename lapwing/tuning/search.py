@@ -29,23 +29,31 @@ def best_of_grid(function: Callable[[float], float], low: float, high: float, po
 
 
 def ascend(function: Callable[[Tensor], Tensor], start: Tensor, low: Sequence[float], high: Sequence[float]) -> Tensor:
-    """Returns the maximiser (k,) of a smooth function in a box by L-BFGS, or the start if it is better."""
+    """Returns the maximiser (k,) of a smooth function in a box, or the start if it is better."""
     lower, upper = start.new_tensor(low), start.new_tensor(high)
+    return descend(lambda point: -function(point.clamp(lower, upper)), start).clamp(lower, upper)
+
+
+def descend(function: Callable[[Tensor], Tensor], start: Tensor, steps: int = 200, tolerance: float = 1e-10) -> Tensor:
+    """Returns the minimiser of a smooth function by L-BFGS, in the shape of the start, or the start if it is better.
+
+    It ends after `steps` steps, or if a step gains less than `tolerance`.
+    """
     point = start.clone().requires_grad_()
     optimiser = _LBFGS(
-        [point], max_iter=200, tolerance_grad=1e-9, tolerance_change=1e-10, line_search_fn="strong_wolfe"
+        [point], max_iter=steps, tolerance_grad=1e-9, tolerance_change=tolerance, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:
-        value = -function(point.clamp(lower, upper))
+        value = function(point)
         (point.grad,) = torch.autograd.grad(value, point)
         return value.detach()
 
     with torch.enable_grad():
         before = float(optimiser.step(loss))
-    end = point.detach().clamp(lower, upper)
+    end = point.detach()
     with torch.no_grad():
-        return end if -float(function(end)) <= before else start
+        return end if float(function(end)) <= before else start
 
 
 def golden_section(function: Callable[[float], float], low: float, high: float, points: int) -> float:
