@@ -270,6 +270,28 @@ def test_the_first_rise_ends_the_steps_and_the_last_values_are_returned():
         lw.AlphaDivergence(stop="first rise")
 
 
+def test_an_open_prior_precision_and_noise_variance_start_where_they_are_told():
+    model, x, y = toy()
+    weights, residual = torch.nn.utils.parameters_to_vector(model.parameters()).detach(), (y - model(x)).detach()
+    usual = {
+        "initial_prior_precision": len(weights) / float(weights.square().sum()),
+        "initial_noise_variance": float(residual.square().mean()),
+    }
+
+    def fitted(**options):
+        return lw.fit(model, [(x, y)], lw.VaLLA(3, lw.AlphaDivergence(steps=3, **options)), tune=None)
+
+    close(fitted(**usual).history["objective"], fitted().history["objective"], 1e-6)
+    start = fitted(initial_prior_precision=0.7, initial_noise_variance=0.3, learning_rate=1e-9)
+    assert start.prior.precision.tolist() == pytest.approx([0.7] * len(start.prior.precision))
+    assert start.noise_variance == pytest.approx(0.3)
+    for name in ("prior_precision", "noise_variance"):
+        method = lw.VaLLA(3, lw.AlphaDivergence(steps=3, **{f"initial_{name}": 1.0}))
+        given = {"prior_precision": 2.0} if name[0] == "p" else {"likelihood": lw.Gaussian(0.1)}
+        with pytest.raises(lw.LapwingError, match=f"start of an open {name}, and this fit has none"):
+            lw.fit(model, [(x, y)], method, **given)
+
+
 def test_a_constant_learning_rate_does_not_depend_on_the_number_of_steps():
     model, x, y = toy()
     found = {

@@ -31,9 +31,10 @@ from .objective_rows import ObjectiveRows, picked_count
 class AlphaDivergence(VallaFit):
     """Adam on `-N/B Σ_batch 1/α log E_q[p(y|f)^α] + KL` over Z, `A = L Lᵀ`, δ and σ² (Ortega et al. 2024, Algorithm 1).
 
-    This is the fit of the paper. Its settings are `learning_rate=1e-3`, `schedule="constant"`, `stop="first rise"`, and
-    for classes `link=lw.Probit(scale="marginal")`. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is equation
-    5 without the constant part of the mean. L starts as the identity, and an open δ as `P/‖θ̂-μ0‖²`. Given δ and σ²
+    The settings of the paper are `learning_rate=1e-3`, `schedule="constant"`, `stop="first rise"`,
+    `initial_prior_precision=1`, and for classes `link=lw.Probit(scale="marginal")`. Appendix D relies on a small δ at
+    the start: δ rises until the validation NLL does. `KL = 1/2 [logdet(I + LᵀK_Z L) - M + tr(I + LᵀK_Z L)⁻¹]` is
+    equation 5 without the constant part of the mean. L starts as the identity. δ and σ² that were given to `lw.fit`
     stay. At α = 0, the bound, δ would diverge to infinity (appendix D). With α > 0 the fit finally overfits the
     training data, so pass `validation`.
 
@@ -51,10 +52,14 @@ class AlphaDivergence(VallaFit):
         stop: "patience" ends the steps after `patience` evaluations in a row without improvement, and returns the best
             values. "first rise" ends them at the first evaluation that is worse than the one before, and returns the
             values at this evaluation (appendix D).
+        initial_prior_precision: δ at the start, if it is open. None means `P/‖θ̂-μ0‖²`, which suits the weights, but
+            may be so large that hardly any variance is left.
+        initial_noise_variance: σ² at the start, if it is open. None means the mean squared residual.
 
     Raises:
-        LapwingError: if an option is invalid, if `stop="first rise"` has no `validation`, if the objective diverges, or
-            if the output covariances (B, C, C) of a batch exceed the memory budget.
+        LapwingError: if an option is invalid, if `stop="first rise"` has no `validation`, if an initial value stands
+            beside a given one, if the objective diverges, or if the output covariances (B, C, C) of a batch exceed the
+            memory budget.
 
     Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of
     each. An evaluation costs as much as a prediction of its samples.
@@ -71,6 +76,8 @@ class AlphaDivergence(VallaFit):
     link: Link | None = option(None, instance_of("a link", Link), write="lw.Probit()")
     schedule: Literal["linear", "constant"] = "linear"
     stop: Literal["patience", "first rise"] = "patience"
+    initial_prior_precision: float | None = option(None, positive())
+    initial_noise_variance: float | None = option(None, positive())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,8 +94,16 @@ class AlphaDivergence(VallaFit):
             )
 
     def passes(self, problem: Problem, anchors: Anchors) -> Passes:
+        for name, is_open in (
+            ("prior_precision", not problem.prior.fixed), ("noise_variance", problem.likelihood.needs_noise)
+        ):  # fmt: skip
+            if not is_open and getattr(self, f"initial_{name}") is not None:
+                raise LapwingError(
+                    f"AlphaDivergence(initial_{name}=...) is the start of an open {name}, and this fit has none: it is "
+                    f"given, or the likelihood has no {name}. Leave initial_{name} out."
+                )
         problem = yield from with_size(problem)
-        steps = AlphaSteps(self, problem, anchors, (yield from initial_noise(problem)))
+        steps = AlphaSteps(self, problem, anchors, self.initial_noise_variance or (yield from initial_noise(problem)))
         state = yield steps
         return steps.finish(state, (yield SamplesSeen()))
 
@@ -110,6 +125,8 @@ class AlphaSteps(MovingSteps):
     def init(self) -> Descent:
         state = super().init()
         state.values["root"] = torch.eye(len(self.anchors)).to(self.distance)
+        if self._fit.initial_prior_precision is not None:
+            state.values["log_precision"] = self.distance.new_tensor(self._fit.initial_prior_precision).log()
         return state
 
     def width(self, name: str) -> Tensor | float:
