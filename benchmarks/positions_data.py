@@ -175,7 +175,7 @@ def segmentation(share: float) -> dict[str, dict[str, float]]:
         rows[name]["AUROC"] = float(auroc(maps[labels >= 0], maps[labels < 0]))
     prediction = candidates["`lw.fit(..., validation=)`"].predict(strange[:3])  # type: ignore[union-attr]
     if share == 1:
-        draw("segmentation", {
+        draw_maps("segmentation", {
             "scene": strange[:3, 0], "labels (grey: a garment)": labels[:3], "predicted classes": prediction.classes,
             "entropy": prediction.entropy(), "mutual information": prediction.mutual_information(),
         })  # fmt: skip
@@ -213,7 +213,7 @@ def denoising(share: float) -> dict[str, dict[str, float]]:
         x, y = (part[:3] for part in test[0])
         by_last = candidates["`lw.fit(model, loader)`"].latent(x)  # type: ignore[union-attr]
         by_all = every.latent(x, via=lw.Linearized(draws=64))
-        draw("denoising", {
+        draw_maps("denoising", {
             "noisy": x[:, 0], "network": by_all.mean[:, 0], "absolute error": (by_all.mean - y).abs()[:, 0],
             "standard deviation,\nlast layer": by_last.std[:, 0], "standard deviation,\nall weights": by_all.std[:, 0],
         })  # fmt: skip
@@ -314,7 +314,7 @@ def language(share: float) -> dict[str, dict[str, float]]:
 # ---- pictures
 
 
-def draw(name: str, maps: Mapping[str, Tensor]) -> None:
+def draw_maps(name: str, maps: Mapping[str, Tensor]) -> None:
     """Draws maps (3, H, W), a column each; standard deviations and measures of doubt from 0."""
     figure, axes = panels(3, len(maps), (1.9 * len(maps), 5.6))
     for column, (title, values) in zip(axes.T, maps.items(), strict=True):

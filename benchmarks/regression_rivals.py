@@ -572,14 +572,14 @@ def gains_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
                *(_cell([gain(found[column].get(name, {}), seeds)], 3) for column in columns)]
         for name, seeds in base.items()
     }  # fmt: skip
-    return grid(["NLL of one noise variance", *(METHODS[name][0] for name in columns)], lines, right=True)
+    return grid(["NLL of one noise variance", *columns], lines, right=True)
 
 
 def coverage_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     """Returns the coverage of 90 % intervals in per cent, and in brackets of each quarter, the narrowest first."""
     names = [name for name in TABLES if any(name in of for of in found.values())]
     lines = {name: [_covers(of[name]) if name in of else "" for of in found.values()] for name in names}
-    return grid([METHODS[method][0] for method in found], lines, right=True)
+    return grid(list(found), lines, right=True)
 
 
 def _covers(rows: Seeds) -> str:

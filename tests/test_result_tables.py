@@ -34,9 +34,11 @@ def test_every_benchmark_has_a_line_and_results() -> None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_option_has_a_type(name: str) -> None:
-    for option in inspect.signature(command.module(name).parts).parameters.values():
+def test_every_option_has_a_type_and_pictures_need_results_alone(name: str) -> None:
+    module = command.module(name)
+    for option in inspect.signature(module.parts).parameters.values():
         assert type(option.default) in (int, float, str)
+    assert not hasattr(module, "draw") or len(inspect.signature(module.draw).parameters) == 1
 
 
 @pytest.mark.parametrize("name", ["answers", "peers", "positions_data", "quantities", "real_networks", "regression"])
