@@ -46,6 +46,30 @@ def test_a_run_writes_results_and_draws(tmp_path, monkeypatch, capsys):
     }
 
 
+def test_a_run_says_which_rows_it_computed_and_again_computes_all(tmp_path, monkeypatch):
+    experiment = importlib.import_module("papers.ella.table5")
+    asked = []
+
+    def run():
+        rows = results.Rows(experiment.__file__, {})
+        for seed in range(2):
+            rows.add(f"seed {seed}", "KFAC", lambda seed=seed: asked.append(seed) or {"nll": 0.3})
+        return rows.all()
+
+    monkeypatch.setenv("LAPWING_NETWORKS", str(tmp_path))
+    monkeypatch.setattr(experiment, "__file__", str(tmp_path / "table5.py"))
+    monkeypatch.setattr(experiment, "draw", lambda results: None, raising=False)
+    monkeypatch.setattr(experiment, "run", run)
+    assert command.main(["ella", "table5"]).startswith("2 rows computed, 0 kept. The results are in ")
+    assert command.main(["ella", "table5"]).startswith("0 rows computed, 2 kept; `--again` computes all anew.")
+    assert asked == [0, 1]
+    assert command.main(["ella", "table5", "--again"]).startswith("2 rows computed, 0 kept. ")
+    assert asked == [0, 1, 0, 1]
+    monkeypatch.setattr(experiment, "run", lambda: {"KFAC": 0.3})  # without rows: one, which is always computed
+    assert command.main(["ella", "table5", "--again"]).startswith("1 rows computed, 0 kept. ")
+    assert command.main(["ella", "table5"]).startswith("1 rows computed, 0 kept. ")
+
+
 @pytest.mark.parametrize("picture", sorted(command.HOME.glob("*/figures/*.png")), ids=lambda path: path.name)
 def test_no_picture_is_older_than_its_results(picture):
     found = drawing.sources(picture)
