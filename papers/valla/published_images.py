@@ -40,7 +40,7 @@ def run(
             rows.add(run, "prior alone, validated", lambda task: task().validated(PRIOR_ALONE), task)
             rows.add(run, "recommended call", lambda task: task().validated(None), task)
             for points in POINTS:
-                rows.add(run, f"VaLLA {points}", lambda task, points: task().published(points), task, points)
+                rows.add(run, f"VaLLA {points}", lambda task, points: task().published(points, None), task, points)
     return rows.all()
 
 
@@ -77,18 +77,14 @@ class ImageRows:
         )  # fmt: skip
         return self._by_link(posterior, {"probit": lw.Probit(scale="mean")})
 
-    def published(self, points: int) -> dict[str, Any]:
+    def published(self, points: int, start: float | None, rate: float = RATE) -> dict[str, Any]:
         """Returns the scores of the published fit on all training images, by the paper's link and by Monte Carlo."""
-        link, start = lw.Probit(scale="marginal"), time.process_time()
+        link, begin = lw.Probit(scale="marginal"), time.process_time()
+        method = published_fit(self.held_out, link, STEPS, points, start, rate)
         posterior = lw.fit(
-            self.task.model,
-            self.task.data.train,
-            published_fit(self.held_out, link, STEPS, points),
-            seed=self.seed,
-            memory=2**30,
-            tune=None,
-        )
-        seconds = time.process_time() - start
+            self.task.model, self.task.data.train, method, seed=self.seed, memory=2**30, tune=None
+        )  # fmt: skip
+        seconds = time.process_time() - begin
         links = {"textbook probit": link, "Monte Carlo": lw.SampledLink(512)}
         return {**self._by_link(posterior, links), **path_of(posterior), "seconds": seconds}
 

@@ -1,0 +1,69 @@
+"""Where δ starts in the published fit, 1 or lapwing's P/‖θ̂‖², and the learning rate: tables and images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
+from papers.valla.figure4 import SHORT, TABLES, TableTask
+from papers.valla.figure5 import ImageTask
+from papers.valla.published import HELD_OUT, RATE, TableRows
+from papers.valla.published_images import ImageRows
+
+RATES = (0.001, 0.005, 0.02, 0.05)
+"""Constant learning rates, of seed 0; other seeds have `RATE`."""
+
+STARTS = {"1": 1.0, "P/‖θ̂‖²": None}
+"""δ at the start; the authors' program has 1."""
+
+TESTED = 1500
+"""Test images, as in `published_images`."""
+
+
+def run(
+    seeds: Sequence[int] = range(5), tables: Sequence[str] = tuple(TABLES), images: Sequence[str] = ("fashion_mnist",)
+) -> dict[str, Any]:
+    """Returns scores of the published fit with 100 points by start and rate; tables have the first seed alone."""
+    rows = Rows(__file__, {"held out": HELD_OUT, "tested": TESTED})
+    for name in tables:
+        task: Any = once(lambda name=name: TableRows(TableTask.load(name, seeds[0]), seeds[0]))  # type: ignore[misc]
+        _add(rows, f"{name}, seed {seeds[0]}", task, RATES, lambda task, *fit: task().published(*fit))
+    for name in images:
+        for seed in seeds:
+            task = once(lambda name=name, seed=seed: ImageRows(ImageTask.load(name, seed, TESTED), seed))  # type: ignore[misc]
+            run, rates = f"{name}, seed {seed}", RATES if seed == seeds[0] else (RATE,)
+            rows.add(run, "network", lambda task: task().network(1.0), task)
+            _add(rows, run, task, rates, lambda task, *fit: task().published(100, *fit))
+    return rows.all()
+
+
+def _add(rows: Rows, run: str, task: Any, rates: Sequence[float], make: Any) -> None:
+    for label, start in STARTS.items():
+        for rate in rates:
+            rows.add(run, f"δ from {label}, rate {rate:g}", make, task, start, rate)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the NLL of tables, and the scores of images, by start and rate."""
+    found, labels = results["table"], [f"δ from {start}, rate {rate:g}" for start in STARTS for rate in RATES]
+    of_tables = {
+        label: [shown(found[name][label]["nll"]) + f" ({found[name][label]['steps']['mean']:.0f})" for name in TABLES]
+        for label in labels
+    }
+    of_images, columns = {}, (("nll", 3, 1), ("accuracy", 1, 100), ("ece", 3, 1), ("auroc", 3, 1))
+    for name, of in found.items():
+        if name not in TABLES:
+            for label in ("network", *labels):
+                row = of[label]
+                scores = row.get("textbook probit", row)
+                cells = [shown(scores[key], digits, scale) for key, digits, scale in columns]
+                more = (
+                    []
+                    if label == "network"
+                    else [f"{row['prior_precision']['mean']:.0f}", f"{row['steps']['mean']:.0f}"]
+                )
+                of_images[label] = [*cells, *more]
+    headings = ["NLL", "accuracy, %", "ECE", "AUROC", "δ", "steps"]
+    return {"tables": grid(list(SHORT.values()), of_tables), "images": grid(headings, of_images)}
