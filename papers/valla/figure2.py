@@ -26,7 +26,7 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 
 
 def stopped_rows(task: Toy, count: int = 20, steps: int = 1500, seed: int = 0) -> dict[str, Any]:
-    """Fits Z, A, δ and σ² by the α-divergence, with and without stopping by held-out points (Figure 2).
+    """Fits Z, A, δ and σ² by the α-divergence from δ = 1, with and without stopping by held-out points (Figure 2).
 
     Args:
         task: with held-out points.
@@ -39,9 +39,15 @@ def stopped_rows(task: Toy, count: int = 20, steps: int = 1500, seed: int = 0) -
         variational bound, with δ and σ² of its maximum or of validation, beside the α-divergence.
     """
     val = [task.val]
+
+    def alpha(start: float | None = 1.0, **options: Any) -> lw.VaLLA:
+        return lw.VaLLA(count, lw.AlphaDivergence(steps=steps, initial_prior_precision=start, **options))
+
+    stop: dict[str, Any] = {"validation": val, "every": 100, "patience": 1}
     fits: dict[str, tuple[lw.Method, Tuning | None]] = {
-        "stopped": (lw.VaLLA(count, lw.AlphaDivergence(steps=steps, validation=val, every=100, patience=1)), None),
-        "not stopped": (lw.VaLLA(count, lw.AlphaDivergence(steps=steps)), None),
+        "stopped": (alpha(**stop), None),
+        "stopped, lapwing's start": (alpha(None, **stop), None),
+        "not stopped": (alpha(), None),
         "bound, its own prior": (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.Evidence()),
         "bound, validated prior": (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.Validation(val)),
     }
