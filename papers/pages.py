@@ -107,10 +107,13 @@ def all_entries(entries: Entries) -> str:
 
 
 def findings(entry: ledger.Entry) -> list[str]:
-    """Returns the statements that our numbers confirm (✓) and refute (✗), and a line with the other numbers."""
+    """Returns the statements that our numbers confirm (✓), refute (✗) or leave open (=), and a line of other numbers.
+
+    Statements about rows that the paper does not have come last (+).
+    """
     texts, named = numbers(entry), set()
     lines = []
-    for mark, statements in (("✓", entry.holds), ("✗", entry.fails)):
+    for mark, statements in (("✓", entry.holds), ("✗", entry.fails), ("=", entry.ties), ("+", entry.beyond)):
         for statement in statements:
             parts = re.split(r" ([<≈]) ", statement)
             named |= set(parts)

@@ -119,7 +119,8 @@ def differences(entry: ledger.Entry, folder: Path) -> list[str]:
         value, before = ledger.mean(new), ledger.mean(old)
         if value is None or before is None:
             continue
-        m, n = (_number_of_seeds(key, folder / part) for part in ("new", "old"))
+        committed = folder / "old" if ": table/" in key else ledger.HOME  # only averages of runs are of the same runs
+        m, n = (_number_of_seeds(key, home) for home in (folder / "new", committed))
         error = old["standard_error"] if m < n and isinstance(old, dict) else 0.0
         tolerance = RELATIVE / math.sqrt(m) * abs(before) + 2 * error * math.sqrt(n / m)
         if not abs(value - before) <= tolerance:

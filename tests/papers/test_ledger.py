@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("tomllib")  # Python 3.10 has none
 
 from papers import ledger
+from papers.common import results
 from papers.optimal_subspace import table1, table2
 
 ENTRIES = ledger.read()
@@ -47,6 +48,8 @@ def test_every_result_has_one_entry():
         {"verdict": "reproduced", "fails": ("2 < 1",)},
         {"verdict": "order only", "fails": ("2 < 1",)},
         {"verdict": "contradicts"},
+        {"verdict": "undecided"},
+        {"verdict": "undecided", "holds": ()},
         {"paper": "another"},
     ],
     ids=str,
@@ -59,24 +62,54 @@ def test_entries_that_contradict_themselves_are_refused(change):
         ledger.Entry(**{**entry, **change})
 
 
-def test_statements_that_the_numbers_do_not_bear_out_are_found():
-    table = "ella/results/table5.json: KL(LLA || method)/equal noise"
-    ours = {"KFAC": f"{table}/KFAC", "last layer, KFAC": f"{table}/last layer"}
-    entry = ledger.Entry(
-        paper="ella",
-        item="Table 9",
-        claim="",
-        setting="",
-        verdict="partly",
-        ours=ours,
-        holds=("0.2 < KFAC < last layer, KFAC < 2.2", "last layer, KFAC < KFAC", "KFAC ≈ 0.35", "KFAC ≈ 0.37"),
-        fails=("KFAC < 0.4", "KFAC < 0.2"),
-    )
-    assert entry.disagreements() == ["last layer, KFAC < KFAC", "KFAC ≈ 0.37", "KFAC < 0.4"]
-    with pytest.raises(KeyError, match="'ELLA' in 'ELLA < 3' is no label"):
-        ledger.is_true("ELLA < 3", {})
+@pytest.fixture
+def numbers(tmp_path, monkeypatch):
+    """An entry whose rows have three seeds, which move all methods alike, and a row without seeds."""
+    runs = {
+        f"toy, seed {seed}": {"fit": {"KFAC": 1 + seed, "ELLA": 1.1 + seed + 0.01 * seed**2, "VaLLA": 1.4 + 0.1 * seed}}
+        for seed in range(3)
+    } | {"other": {"fit": {"MAP": 2.0}}}
+    (tmp_path / "ella").mkdir()
+    results.write(str(tmp_path / "ella" / "one.py"), {"runs": runs}, {})
+    monkeypatch.setattr(ledger, "HOME", tmp_path)
+
+    def made(**lists):
+        ours = {
+            name: f"ella/results/one.json: table/{'other' if name == 'MAP' else 'toy'}/fit/{name}"
+            for name in ("KFAC", "ELLA", "VaLLA", "MAP")
+        }
+        fields = {"paper": "ella", "item": "Table 9", "claim": "", "setting": "", "verdict": "partly", "ours": ours}
+        return ledger.Entry(**{**fields, "holds": ("1 < 2",), **lists})
+
+    return made
+
+
+def test_a_statement_holds_beyond_two_standard_errors_of_differences_that_are_paired_by_seed(numbers):
+    entry = numbers()
+    difference, error = entry.difference("KFAC", "ELLA")  # .1, .11 and .14
+    assert difference == pytest.approx(0.35 / 3)
+    assert error == pytest.approx(np.std([0.1, 0.11, 0.14], ddof=1) / 3**0.5)
+    difference, error = entry.difference("MAP", "ELLA")  # 2, and 1.1, 2.11 and 3.14
+    assert difference == pytest.approx(6.35 / 3 - 2)
+    assert error == pytest.approx(np.std([1.1, 2.11, 3.14], ddof=1) / 3**0.5)
+    outcomes = {
+        "KFAC < ELLA": "holds", "ELLA < KFAC": "fails", "MAP < ELLA": "tie", "ELLA < MAP": "tie", "VaLLA < KFAC": "tie",
+        "MAP < 2.1": "holds", "KFAC < ELLA < MAP": "tie", "ELLA < KFAC < MAP": "fails", "MAP < 2": "tie",
+        "MAP ≈ 1.95": "holds", "MAP ≈ 1.8": "fails", "MAP ≈ ELLA": "tie", "VaLLA ≈ 1.5": "tie", "VaLLA ≈ 1.0": "fails",
+    }  # fmt: skip
+    assert {statement: entry.outcome(statement) for statement in outcomes} == outcomes
+    with pytest.raises(KeyError, match=r"'LLA' of 'Table 9' is no label"):
+        entry.outcome("LLA < 3")
     with pytest.raises(KeyError, match="compares nothing"):
-        ledger.is_true("3", {})
+        entry.outcome("3")
+
+
+def test_statements_in_the_wrong_list_are_found(numbers):
+    entry = numbers(
+        holds=("KFAC < ELLA", "MAP < ELLA"), fails=("ELLA < KFAC", "KFAC < ELLA"), ties=("MAP ≈ ELLA", "1 < 2"),
+        beyond=("KFAC < ELLA", "MAP < ELLA", "ELLA < KFAC"),
+    )  # fmt: skip
+    assert entry.disagreements() == ["MAP < ELLA", "KFAC < ELLA", "1 < 2", "ELLA < KFAC"]
 
 
 def test_missing_keys_and_tests_are_noticed():
