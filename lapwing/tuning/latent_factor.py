@@ -12,8 +12,8 @@ from ..data.data import Data
 from ..methods.temperature_scaling import refined
 from ..posterior import Posterior
 from ..prediction.aim import Aim
-from .choice import surely_better
 from .held_out import sample_scores
+from .held_out_choice import surely_better
 from .search import evenly, pull
 
 log = logging.getLogger("lapwing")

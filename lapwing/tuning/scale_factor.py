@@ -26,7 +26,7 @@ from ..posterior import Posterior
 from ..posterior.latents import first_inputs
 from ..prediction import Linearized, Scaled, Way
 from ..tangent.features import features_at
-from .choice import RISING
+from .held_out_choice import RISING
 from .search import golden_section, pull
 
 log = logging.getLogger("lapwing")

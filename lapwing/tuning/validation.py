@@ -26,10 +26,10 @@ from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
-from .choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .evidence import no_rank_error
 from .fitted_noise import rows_wanted, with_level_of_residuals, with_noise_of_residuals
 from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
+from .held_out_choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .latent_factor import with_latent_factor
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values

@@ -11,8 +11,8 @@ from torch.nn.functional import mse_loss
 
 import lapwing as lw
 from lapwing.tuning import Training, Tuning
-from lapwing.tuning.choice import best_of
 from lapwing.tuning.held_out import at_exponents, width_scores
+from lapwing.tuning.held_out_choice import best_of
 from tests import oracle
 from tests.conformance import CUTS, close, cut, setup
 from tests.trained import train

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lapwing as lw
-import lapwing.tuning.choice as choice
+import lapwing.tuning.held_out_choice as choice
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
-from lapwing.tuning.choice import WIDER, best_of, widest_of_equals
 from lapwing.tuning.held_out import at_precision, sample_scores, width_scores
+from lapwing.tuning.held_out_choice import WIDER, best_of, widest_of_equals
 from tests.conformance import covering
 from tests.data.test_loaders import Refilling, fresh
 from tests.quick import others_slow
