@@ -21,6 +21,9 @@ from papers.common.scores import averaged
 from papers.common.tables import grid, shown
 from papers.ella.shared import features
 
+PRECISIONS = (1.0, 100.0, 1e4)
+"""Prior precisions; the authors' program has a prior variance of 1e-4."""
+
 
 def run(
     counts: Sequence[int] = (4, 16, 64, 256, 1000), seeds: Sequence[int] = range(5), shown: int = 1000
@@ -28,7 +31,7 @@ def run(
     """Returns ε_Nyström and ε_ELLA by M and K; one data subset, rows by seed."""
     model, train, val = setup(0, shown)
     start = time.perf_counter()
-    reference = exact_reference(model, torch.cat([x for x, _ in train]), val, (1.0, 100.0))
+    reference = exact_reference(model, torch.cat([x for x, _ in train]), val, PRECISIONS)
     seconds = time.perf_counter() - start
     print(f"exact: {seconds:.0f} s", flush=True)
     runs = []

@@ -21,6 +21,9 @@ from papers.ella import table1
 
 DELTAS = tuple(10 ** (i / 2) for i in range(-8, 9))
 
+PUBLISHED_DELTA = 25.0
+"""The paper's prior precision; the authors' program has this number times n/50 000."""
+
 FAST = {"seeds": (0,)}
 """Arguments of a run for `python -m papers verify`."""
 
@@ -57,7 +60,7 @@ class KeepPrefixes(Tuning):
 
 
 def last_layer_over_n(
-    setup: LastLayer, seed: int, fixed: Sequence[float] = (0.5, 5.0, 50.0), prefixes: int = 11
+    setup: LastLayer, seed: int, fixed: Sequence[float] = (0.5, 5.0, 25.0, 50.0), prefixes: int = 11
 ) -> dict[int, dict[str, dict[str, float]]]:
     """Scores exact linearised Laplace of the last layer (LLA*) with the curvature of n images, n growing.
 
@@ -68,8 +71,8 @@ def last_layer_over_n(
         prefixes: how often n is halved.
 
     Returns:
-        n -> how the prior precision was found (fixed, by the evidence of the n images, by validation) -> scores on the
-        test images, and that precision.
+        n -> how the prior precision was found (fixed, rising with n as in the authors' program, by the evidence of the
+        n images, by validation) -> scores on the test images, and that precision.
     """
     keep = KeepPrefixes(prefixes)
     lw.fit(setup.layer, setup.train, lw.Full(), prior_precision=1.0, tune=keep, data_size=50_000, seed=seed)
@@ -79,13 +82,16 @@ def last_layer_over_n(
     )
     found: dict[int, dict[str, dict[str, float]]] = {}
     for posterior in keep.found:
-        at = {delta: posterior.with_prior(delta) for delta in (*DELTAS, *fixed)}
+        count = round(posterior.samples * posterior.data_factor)
+        rising = PUBLISHED_DELTA * count / 50_000
+        at = {delta: posterior.with_prior(delta) for delta in (*DELTAS, *fixed, rising)}
         evidence = {delta: float(at[delta].log_marginal_likelihood()) for delta in DELTAS}
         losses = {delta: _last_layer_scores(at[delta], val)["nll"] for delta in DELTAS}
         chosen = {f"prior precision {delta:g}": delta for delta in fixed}
+        chosen["prior precision 25 n/50000"] = rising
         chosen["evidence"] = max(evidence, key=evidence.__getitem__)
         chosen["validation"] = min(losses, key=losses.__getitem__)
-        found[round(posterior.samples * posterior.data_factor)] = {
+        found[count] = {
             name: {"precision": delta, **_last_layer_scores(at[delta], test)} for name, delta in chosen.items()
         }
     return found

@@ -69,7 +69,8 @@ def products(
         shown: how many products of each layer are looked at, at random among inputs that are not always 0.
 
     Returns:
-        layer -> median and largest distance of products and of sums.
+        layer -> median and largest distance of products, of products of the weights of largest mean magnitude
+        ("heaviest"), and of sums.
     """
     weights = posterior.sample(draws, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -83,10 +84,14 @@ def products(
         i = alive[torch.randint(len(alive), (shown,), generator=generator)]
         k = torch.randint(weight.shape[1], (shown,), generator=generator)
         parts = distance_from_gaussian((a[:, i] * weight[:, k, i]).double())
+        heaviest = weight.mean(0)[:, alive].abs().flatten().topk(shown).indices  # as in the paper's picture
+        k, i = heaviest // len(alive), alive[heaviest % len(alive)]
+        heavy = distance_from_gaussian((a[:, i] * weight[:, k, i]).double())
         a = torch.stack([F.linear(row, w, b) for row, w, b in zip(a, weight, bias, strict=True)])  # (S, O)
         sums = distance_from_gaussian(a.double())
         found[name] = {
             "products, median": round(float(parts.median()), 4), "products, largest": round(float(parts.max()), 4),
+            "heaviest, median": round(float(heavy.median()), 4), "heaviest, largest": round(float(heavy.max()), 4),
             "sums, median": round(float(sums.median()), 4), "sums, largest": round(float(sums.max()), 4),
         }  # fmt: skip
     return found
@@ -98,4 +103,5 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     for tuning, layers in results["table"]["KFAC"].items():
         for i, found in enumerate(layers.values()):
             rows[f"{tuning}, layer {i + 1}"] = [shown(value) for value in found.values()]
-    return {"distances": grid(["products, median", "products, largest", "sums, median", "sums, largest"], rows)}
+    columns = [f"{of}, {size}" for of in ("products", "of heaviest weights", "sums") for size in ("median", "largest")]
+    return {"distances": grid(columns, rows)}
