@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
 from math import inf
 from numbers import Real
 from typing import Any
@@ -48,6 +50,22 @@ _SHORT = _Short()
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+ELSEWHERE = {
+    "device": "lapwing computes where the network is: write model.to(device)",
+    "subset_of_weights": "write params=lw.last_layer or params=lw.everything",
+    "hessian_structure": "write a method: lw.fit(model, loader, lw.KFAC())",
+    "epochs": "the network is trained before",
+}
+"""Options that people look for and lapwing does not have -> what to do."""
+
+
+def unknown_option(function: str, name: str, known: Iterable[str]) -> LapwingError:
+    """Returns the error for a keyword that a function does not have, with the option that it resembles."""
+    near = get_close_matches(name, known, 1)
+    hint = ELSEWHERE.get(name) or (f"did you mean {near[0]}=" if near else f"it has {', '.join(known)}")
+    return LapwingError(f"{function}() has no option {name}=: {hint}.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

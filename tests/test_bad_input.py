@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -307,6 +308,15 @@ REFUSED = [
     (lambda: fit(model=network().to("meta")), "0.weight … meta … trained weights … load_state_dict"),
     (lambda: fit([(X.to_sparse(), Y)]), f"(8, 4) … sparse_coo … {DENSE}"),
     (lambda: fit([(X, Y.to_sparse())]), f"targets … sparse_coo … {DENSE}"),
+    # options and labels that do not exist
+    (lambda: fit(validaton=(X, Y)), "fit() has no option validaton= … did you mean validation="),
+    (lambda: lw.novelty(network(), (X, Y), bye="knn"), "novelty() has no option bye= … did you mean by="),
+    (lambda: fit(device="cuda"), "fit() has no option device= … model.to(device)"),
+    (lambda: fit(subset_of_weights="last_layer"), "has no option subset_of_weights= … params=lw.last_layer"),
+    (lambda: fit(zoo=1), "has no option zoo= … it has model, loader, method"),
+    (lambda: fit(params="last_layer"), "params='last_layer' is none of … Write params=lw.last_layer."),
+    (lambda: fit((X, ["cat", "dog"] * 4)), "has names … numpy.unique(y, return_inverse=True)[1]"),
+    (lambda: fit((csr_matrix(X.numpy()), Y)), "csr_matrix … torch.as_tensor(x.toarray()) of a SciPy matrix"),
     # what a forward does not know
     (lambda: fit(model=graphs()), "Net, called as model(x) … (8, 4) … no attribute 'x' … forward="),
     (lambda: fit([{"x": X, "labels": Y}], graphs(), forward=lambda net, batch: net.head(batch["x"] + batch["labels"])),

@@ -36,6 +36,27 @@ def test_tab_completion_offers_what_users_call():
     }  # fmt: skip
 
 
+def test_a_quantity_of_another_kind_of_prediction_is_refused_with_those_that_there_are():
+    classes = lw.fit(network(), [(X, LABELS)], prior_precision=1.0).predict(X)
+    numbers = lw.fit(network(1), [(X, X[:, :1])], prior_precision=1.0).predict(X)
+    with pytest.raises(AttributeError, match=r"ClassPrediction has no interval. It has classes, .* probs"):
+        classes.interval(0.9)
+    with pytest.raises(AttributeError, match=r"RegressionPrediction has no probs. It has aleatoric_variance, .* mean"):
+        _ = numbers.probs
+    assert not hasattr(numbers, "mutual_information")
+
+
+def test_an_error_within_a_property_is_the_one_that_is_shown():
+    class Broken(type(lw.fit(network(1), [(X, X[:, :1])], prior_precision=1.0).predict(X))):
+        @property
+        def ratio(self):
+            return self.mean.no_such_name
+
+    base = lw.fit(network(1), [(X, X[:, :1])], prior_precision=1.0).predict(X)
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'no_such_name'"):
+        _ = Broken(base.latent, base.noise_variance).ratio
+
+
 def test_results_show_what_print_shows():
     posterior = lw.fit(network(), [(X, LABELS)])
     plans = lw.plan(network(), [(X, LABELS)], [lw.KFAC(), lw.Diagonal()])

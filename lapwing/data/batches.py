@@ -136,6 +136,11 @@ def check_loader(loader: Any, purpose: str) -> None:
             f"{purpose} needs an iterable of (inputs, targets) batches, not a {type(loader).__name__}. Write "
             "lapwing.integrations.huggingface.fit_trainer(trainer), or pass trainer.get_train_dataloader()."
         )
+    if one_batch and any(isinstance(part, (list, tuple)) and part and isinstance(part[0], str) for part in loader):
+        raise LapwingError(
+            f"{purpose} needs numbers, and {shown(loader)} has names. Pass labels that are names as "
+            "numpy.unique(y, return_inverse=True)[1]."
+        )
     if one_batch or other or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "

@@ -72,9 +72,9 @@ class Inputs:
             if leaf.ndim and (tuple(leaf.shape) != (0,) or not any(other.ndim for other in self.tensors[place:])):
                 return leaf.shape[0]
         raise LapwingError(
-            f"The inputs, {self}, hold no tensor whose first dimension is the batch. Pass such a tensor "
-            "(torch.as_tensor(x) makes one), alone or within tuples, lists and dicts, and let forward=lambda model, "
-            "inputs: model(...) turn it into the arguments of the network."
+            f"The inputs, {self}, hold no tensor whose first dimension is the batch. Pass such a tensor, by "
+            "torch.as_tensor(x), or torch.as_tensor(x.toarray()) of a SciPy matrix, alone or within tuples, lists and "
+            "dicts, and let forward=lambda model, inputs: model(...) make the arguments of the network of it."
         )
 
     @unlocked_property

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,15 @@ class Prediction(Displayed, ABC):
     """The distribution of y at B inputs. A new prediction extends `DiscretePrediction` or `RealPrediction`."""
 
     _internal = frozenset({"for_metrics", "point", "summary", "uncertainty", "pseudo_row"})
+
+    if not TYPE_CHECKING:  # type checkers find such attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises for a quantity of another kind of prediction, such as `interval` of classes, and lists its own."""
+            if hasattr(type(self), name):
+                return self.__getattribute__(name)  # its own error is shown
+            own = ", ".join(part for part in dir(self) if not part.startswith("_"))
+            raise AttributeError(f"{type(self).__name__} has no {name}. It has {own}.")
 
     @abstractmethod
     def log_prob(self, targets: Tensor) -> Tensor:

@@ -101,9 +101,11 @@ def matching(*patterns: str) -> Matching:
 def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> tuple[str, ...]:
     """Returns the names of the parameters that a predicate selects, or raises if it selects none."""
     if not callable(params):
+        known = params in ("everything", "last_layer") if isinstance(params, str) else False
+        example = f"lw.{params}" if known else "lambda name, parameter: name.startswith('head')"
         raise LapwingError(
             f"params={shown(params)} is none of lw.everything, lw.last_layer, lw.matching('*.weight') and a predicate. "
-            "Write params=lambda name, parameter: name.startswith('head')."
+            f"Write params={example}."
         )
     try:
         chosen = tuple(name for name, value in parameters.items() if params(name, value))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import re
 import sys
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from .. import ranks
 from ..display import warns_once
 from ..environment import memory_limit
-from ..errors import LapwingError, is_out_of_memory
+from ..errors import LapwingError, is_out_of_memory, unknown_option
 from ..network.entry import outside_modes
 
 if TYPE_CHECKING:
@@ -64,11 +66,21 @@ def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:
 def entry(what: str, instead: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Returns a decorator for a function that fits: `memory_errors` within all that a fit needs around it.
 
-    Warnings come once for a network, the caller's modes do not reach the fit, and a failure ends it on all ranks.
+    Warnings come once for a network, the caller's modes do not reach the fit, and a failure ends it on all ranks. An
+    unknown keyword is refused with the option that it resembles.
     """
 
     def decorated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        return warns_once(outside_modes(ranks.across_ranks()(memory_errors(what, instead)(function))))
+        known = inspect.signature(function).parameters
+        run = warns_once(outside_modes(ranks.across_ranks()(memory_errors(what, instead)(function))))
+
+        @functools.wraps(function)
+        def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if not kwargs.keys() <= known.keys():
+                raise unknown_option(function.__name__, next(name for name in kwargs if name not in known), known)
+            return run(*args, **kwargs)
+
+        return wrapped
 
     return decorated
 
