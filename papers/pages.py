@@ -89,12 +89,14 @@ def counts(entries: Entries) -> str:
 
 
 def verdicts(entries: Entries) -> str:
-    """Returns what was published, our findings and the verdict, for each table and figure."""
-    rows = {}
+    """Returns what was published, the verdict and our findings, one in a row, for each table and figure."""
+    rows = []
     for entry in entries:
         if entry.verdict != "tested":
-            rows[entry.item] = [entry.claim, "<br>".join(findings(entry)), f"**{entry.verdict}**"]
-    return grid(("published", "ours", "verdict"), rows)
+            first, *others = findings(entry) or [""]
+            rows.append((entry.item, [entry.claim, f"**{entry.verdict}**", first]))
+            rows += [("", ["", "", other]) for other in others]
+    return grid(("published", "verdict", "ours"), rows)
 
 
 def all_entries(entries: Entries) -> str:
