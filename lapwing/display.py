@@ -30,7 +30,7 @@ class Displayed:
         return sorted(set(super().__dir__()) - self._internal)
 
     def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
+        return f'<pre style="white-space: pre-wrap">{escape(str(self))}</pre>'
 
 
 _SAID: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()

@@ -46,6 +46,20 @@ def test_a_quantity_of_another_kind_of_prediction_is_refused_with_those_that_the
     assert not hasattr(numbers, "mutual_information")
 
 
+def test_a_prediction_prints_the_numbers_of_the_first_inputs():
+    classes = lw.fit(network(), [(X, LABELS)], prior_precision=1.0).predict(X)
+    head, labels, chances = str(classes).splitlines()
+    assert head == repr(classes)
+    assert labels == f"  classes: {', '.join(map(str, classes.classes[:4].tolist()))}, ..."
+    assert chances == f"  confidence: {', '.join(f'{value:.4g}' for value in classes.confidence[:4].tolist())}, ..."
+    numbers = lw.fit(network(6), [(X, X[:, :1].expand(-1, 6))], prior_precision=1.0).predict(X[:2])
+    _, mean, std = str(numbers).splitlines()
+    first = ", ".join(f"{value:.4g}" for value in numbers.mean[0, :4].tolist())
+    assert mean.startswith(f"  mean: [{first}, ...], [")
+    assert mean.endswith("...]")
+    assert std.startswith("  std: [")
+
+
 def test_an_error_within_a_property_is_the_one_that_is_shown():
     class Broken(type(lw.fit(network(1), [(X, X[:, :1])], prior_precision=1.0).predict(X))):
         @property

@@ -134,7 +134,8 @@ def plan(
         likelihood=likelihood, params=params, prior_precision=prior_precision, tune=tune, validation=validation,
         data_size=data_size, weight_decay=weight_decay, sample_weights=sample_weights, forward=forward, memory=memory,
     )  # fmt: skip
-    if isinstance(method, str) and method == "all":
+    every = isinstance(method, str) and method == "all"
+    if every:
         method = (None, *METHODS)
     several = isinstance(method, (list, tuple))
     methods: Any = method if several else [method]
@@ -147,7 +148,9 @@ def plan(
     runner, plans, errors = Runner(data.training), list[Plan](), list[LapwingError]()
     for one in methods:
         try:
-            plans.append(_planned(replace(options, method=one), data, runner, warn=not plans))
+            planned = _planned(replace(options, method=one), data, runner, warn=not plans)
+            known = [(plan.method, plan.parameters) for plan in plans if every]  # the default is one of the methods
+            plans += [planned] if (planned.method, planned.parameters) not in known else []
         except LapwingError as error:
             errors.append(error)
             plans.append(Plan("the default" if one is None else repr(one), advice=f"{error}"))

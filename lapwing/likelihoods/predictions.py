@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from .targets import aligned_targets, check_target_shape
 QUANTILE_DRAWS = 4096
 """Number of draws of y for quantiles and scores, or a quarter of it for more than 1 000 values."""
 
+PRINTED = 4
+"""Number of inputs, and of outputs of one input, that the text of a prediction shows."""
+
 PSEUDO_WEIGHT = 0.25
 """Weight, in rows, of the pseudo-row with a uniform label that losses of held-out labels count.
 
@@ -40,6 +43,16 @@ class Prediction(Displayed, ABC):
     """The distribution of y at B inputs. A new prediction extends `DiscretePrediction` or `RealPrediction`."""
 
     _internal = frozenset({"for_metrics", "point", "summary", "uncertainty", "pseudo_row"})
+
+    _printed: ClassVar[tuple[str, ...]] = ()  # tensors (B, ...) of which `print` shows the first numbers
+
+    def __str__(self) -> str:
+        """The representation, and the numbers of the first inputs."""
+        lines = [repr(self)]
+        for name in self._printed:
+            first = getattr(self, name).detach()[: PRINTED + 1].tolist()
+            lines.append(f"  {name}: {_brief(first)[1:-1]}")
+        return "\n".join(lines)
 
     if not TYPE_CHECKING:  # type checkers find such attributes themselves
 
@@ -92,8 +105,17 @@ P = TypeVar("P", bound=Prediction, default=Any, covariant=True)
 """The class of a likelihood's predictions: `Likelihood` without brackets is one of any predictions."""
 
 
+def _brief(value: Any) -> str:
+    """Returns numbers and nested lists as text, at most `PRINTED` entries of each."""
+    if not isinstance(value, list):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"[{', '.join([*map(_brief, value[:PRINTED]), *['...'] * (len(value) > PRINTED)])}]"
+
+
 class DiscretePrediction(Prediction):
     """The distribution of labels, given by probabilities."""
+
+    _printed = "classes", "confidence"
 
     @property
     @abstractmethod
@@ -140,6 +162,8 @@ class DiscretePrediction(Prediction):
 
 class RealPrediction(Prediction):
     """The distribution of real values or counts, with a mean, variances and intervals."""
+
+    _printed = "mean", "std"
 
     @property
     @abstractmethod
