@@ -90,9 +90,11 @@ class Novelty:
     def load(cls, path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Novelty:
         """Reads a detector that `save` wrote, with `forward` as in its fit; raises if the network has other weights."""
         tensors, header = read_safetensors(path)
-        if "novelty" not in header or header["forward"] != (forward is not None):
-            line = f"lw.Novelty.load(path, model{', forward=forward' if header.get('forward') else ''})"
-            raise LapwingError(f"The file {path} holds no detector, or one of another forward=. Write {line}.")
+        if "novelty" not in header:
+            raise LapwingError(f"The file {path} holds no detector. lw.load(path, model) reads posteriors.")
+        if header["forward"] != (forward is not None):
+            line = f"lw.Novelty.load(path, model{', forward=forward' if header['forward'] else ''})"
+            raise LapwingError(f"The file {path} holds a detector with another forward=. Write {line}.")
         tangent, device = from_json(header["tangent"], model, forward, None), next(model.parameters()).device
         check_same(path, tangent, under("weights", tensors), header["dtypes"])
         kept = {name: value.to(device) for name, value in under("novelty", tensors).items()}

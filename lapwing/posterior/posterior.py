@@ -95,7 +95,8 @@ class Posterior(Displayed, Generic[P]):
         """One line; `model` is the network, and `print(posterior.tangent.coverage)` lists its blocks."""
         precision, parameters = self.prior_precision, list(self.tangent.parameters)
         names = ", ".join(parameters[:4]) + (f", ... {len(parameters)} parameters" if len(parameters) > 4 else "")
-        size, every = self.tangent.size, sum(weight.numel() for weight in self.model.parameters())
+        size = self.tangent.size  # a complex weight counts twice
+        every = sum(weight.numel() * (1 + weight.is_complex()) for weight in self.model.parameters())
         weights = f"all {size:,} weights" if size == every else f"{size:,} of {every:,} weights"
         default = f", the default for {self.method.rule}" if self.method.rule else ""
         facts = [repr(self.likelihood)]

@@ -127,7 +127,7 @@ def test_files(by: Any, tmp_path: Path) -> None:
     with pytest.raises(lw.LapwingError, match="other values than in the fit"):
         lw.Novelty.load(path, other)
     lw.fit(model, (X, Y), prior_precision=1.0).save(path)
-    with pytest.raises(lw.LapwingError, match=r"holds no detector"):
+    with pytest.raises(lw.LapwingError, match=r"holds no detector. lw.load\(path, model\) reads posteriors"):
         lw.Novelty.load(path, model)
     with torch.no_grad():
         model[0].weight.mul_(2)

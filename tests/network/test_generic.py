@@ -120,6 +120,7 @@ def test_complex_weights_go_in_and_out_as_complex_numbers(tmp_path: Path) -> Non
         posterior.penalty(other).backward()
         penalties.append(other.waves.grad)
         posteriors.append(copy.deepcopy(posterior))
+    assert f"over all {posteriors[0].tangent.size:,} weights" in repr(posteriors[0])
     draws = [posterior.sample(2)["waves"] for posterior in posteriors]
     assert draws[0].is_complex()
     torch.testing.assert_close(torch.view_as_real(draws[0]), draws[1])
