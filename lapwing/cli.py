@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,21 +26,33 @@ import lapwing as lw
 
 from .errors import LapwingError, extra, shown
 from .evaluation.comparison import Score
-from .files import read_safetensors, reason
+from .files import check_writable, read_safetensors, reason
 
 
 def info(file: str) -> None:
-    """Prints what the file of a posterior holds; it needs no network.
+    """Prints what a file of lapwing holds; it needs no network.
 
     Args:
-        file: file that `posterior.save` or `lapwing fit` wrote.
+        file: file of a posterior or a detector, which `lapwing fit` or `save` wrote, or the folder of a mixture.
     """
+    members = sorted(Path(file).glob("member-*.safetensors"), key=lambda path: (len(path.name), path.name))
+    if members:
+        print(f"mixture          {len(members)} posteriors")
+        for member in members:
+            info(str(member))
+        return
     tensors, header = read_safetensors(file)
     if "checkpoint" in header:
         raise LapwingError(f"The file {file} is the checkpoint of a fit that has not ended. It holds no posterior.")
+    if "novelty" in header:  # of "knn" and of "mahalanobis"
+        features = tensors["novelty/rows" if "novelty/rows" in tensors else "novelty/mean"].shape[-1]
+        print(f"detector         lw.novelty by {header['novelty']}, {features} features")
+        return
     likelihood, precision = header["likelihood"], tensors.get("covariance/precision")
+    shapes = [shape for block in header["tangent"]["blocks"] for shape in block["shapes"]]
     numbers = [f"{key}={likelihood[key]:.4g}" for key in ("noise_variance", "logit_temperature") if likelihood[key]]
     print(f"method           {header['method']['text']}, {header['samples']} samples")
+    print(f"weights          {sum(map(math.prod, shapes)):,}")
     print(f"likelihood       {' '.join([likelihood['name'], *numbers])}")
     if precision is not None:
         print(f"prior precision  {' to '.join(dict.fromkeys(f'{end:.4g}' for end in precision.aminmax()))}")
@@ -74,6 +89,7 @@ def fit(
         params: treated parameters: everything, last_layer, or a pattern of names such as "head.*"; None chooses.
         out: file of the posterior, which is replaced.
     """
+    check_writable(out)
     named: dict[str | None, Any] = {"everything": lw.everything, "last_layer": lw.last_layer, None: None}
     posterior: Any = lw.fit(
         network_of(model, weights), data_of(data, target), method, likelihood=likelihood,
@@ -118,6 +134,7 @@ def report(*arguments: Any, out: str = "report.html", **options: Any) -> None:  
     Args:
         out: HTML file, which is replaced.
     """
+    check_writable(out)
     evaluate(*arguments, **options).report(out)
 
 
@@ -139,7 +156,8 @@ def data_of(source: str, target: str | None) -> Any:
     path = Path(source)
     try:
         if path.suffix == ".npz":
-            arrays = dict(np.load(path, allow_pickle=False))
+            with open(path, "rb") as file:  # np.load would leave a damaged file open
+                arrays = dict(np.load(file, allow_pickle=False))
             return (arrays["x"], arrays["y"]) if "y" in arrays else arrays["x"]
         if path.suffix not in (".csv", ".parquet"):
             found = named_object(source)
@@ -149,6 +167,12 @@ def data_of(source: str, target: str | None) -> Any:
         return frame.astype(dict.fromkeys(frame.select_dtypes("integer").columns, float)), targets
     except KeyError as error:
         raise LapwingError(f"{source} has no {error}.") from error
+    except (EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise LapwingError(f"{source} is empty or damaged: {reason(error)}. Write it again.") from error
+    except ImportError as error:
+        if path.suffix != ".parquet":
+            raise
+        raise LapwingError(f"{source} needs the package pyarrow. Run pip install --upgrade pyarrow.") from error
     except (OSError, ValueError) as error:
         raise error if isinstance(error, LapwingError) else LapwingError(f"{source}: {reason(error)}.") from error
 
@@ -169,9 +193,8 @@ COMMANDS: dict[str, Any] = {"info": info, "versions": versions, "fit": fit, "eva
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; without one, prints the versions. Wrong input ends with one sentence and exit code 2."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        command, options = parsed(arguments) if arguments else (versions, {})
+        command, options = parsed(sys.argv[1:] if arguments is None else arguments)
         command(**options)
     except LapwingError as error:
         print(f"lapwing: {error}", file=sys.stderr)
@@ -180,8 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parsed(arguments: Sequence[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the function of a command, and its arguments."""
+    if not arguments or [*arguments] == ["versions"]:
+        return versions, {}
+    if len(arguments) == 2 and arguments[0] == "info" and not arguments[1].startswith("-"):  # without jsonargparse
+        return info, {"file": arguments[1]}
     parse = extra("jsonargparse").ArgumentParser
-    parser = parse(prog="lapwing", exit_on_error=False)
+    parser = parse(prog="lapwing", exit_on_error=False, epilog="A demo: run `make demo` in a checkout of lapwing.")
     commands = parser.add_subcommands()
     for name, command in COMMANDS.items():
         text = (command.__doc__ or "").partition("\n")[0]

@@ -131,7 +131,6 @@ PACKAGES = {
     "jsonargparse": ("jsonargparse", "cli"),
     "pandas": ("pandas", "eval"),
     "sklearn": ("scikit-learn", "eval"),
-    "torchmetrics": ("torchmetrics", "eval"),
     "onnx": ("onnx", "export"),
     "onnxscript": ("onnxscript", "export"),
     "botorch": ("botorch", "botorch"),

@@ -1,4 +1,6 @@
-"""The file that a posterior or a checkpoint is saved to: safetensors, with a JSON header and a digest of both.
+"""Files that become visible when they are complete, and the file of a posterior, a detector or a checkpoint.
+
+This file is safetensors, with a JSON header and a digest of both.
 
 Tensors are stored by name. The header is JSON text in the metadata, under `KEY`. Its entry `sha256` is one digest of
 the rest of the header and of all tensors, and shows damage.
@@ -12,9 +14,10 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,29 +36,44 @@ T = TypeVar("T")
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Writes tensors and a JSON header to one file, which replaces an old file only when it is complete.
+    """Writes tensors and a JSON header to one file by `replacing`.
 
-    A link is followed. An old file keeps its mode, and a new file gets the mode that the umask allows. Tensors that are
-    on another device, not contiguous, or share memory are copied.
+    Tensors that are on another device, not contiguous, or share memory are copied.
     """
-    target, mode = place_of(path)
-    temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
-    try:
+    with replacing(path) as new:
         text: dict[str, Any] = json.loads(json.dumps({**header, "format": FORMAT}, allow_nan=False))
         plain = _separate(tensors)
-        metadata = {KEY: json.dumps({**text, "sha256": _digest(plain, text)})}
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        mode = stat.S_IMODE(temporary.stat().st_mode) if mode is None else mode  # as the umask allows
-        save_file(plain, temporary, metadata)
-        os.chmod(temporary, mode)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        save_file(plain, new, {KEY: json.dumps({**text, "sha256": _digest(plain, text)})})
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a path for a new file or folder, which replaces `path` only when it is complete, and has the same name.
+
+    Until then it is in a hidden folder next to `path`. Files next to it in that folder move too, before it. A link is
+    followed. An old file keeps its mode, and a new file gets the mode that the umask allows.
+    """
+    target, mode = place_of(path)
+    folder = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
+    new = folder / target.name
+    try:
+        folder.mkdir()
+        yield new
+        mode = stat.S_IMODE(folder.stat().st_mode) & 0o666 if mode is None else mode  # as the umask allows
+        for part in sorted(folder.iterdir(), key=new.__eq__):
+            if part.is_file():
+                os.chmod(part, mode)
+                with open(part, "rb+") as file:
+                    os.fsync(file.fileno())
+            os.replace(part, target.parent / part.name)
+    except LapwingError as error:
+        if isinstance(error.__cause__, (OSError, SafetensorError)):  # of a file in a new folder
+            raise _unwritable(path, error.__cause__) from error
+        raise
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise _unwritable(path, error) from error
     finally:
-        with contextlib.suppress(OSError):  # after `os.replace` the temporary file is gone
-            temporary.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def prefixed(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
@@ -107,19 +125,21 @@ def place_of(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     return target, stat.S_IMODE(mode)
 
 
-def check_writable(target: Path) -> None:
-    """Raises if no file can be created in the folder of the target."""
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises if `path` is a folder or a read-only file, or if no file can be created in its folder."""
+    target, mode = place_of(path)
     try:
         tempfile.TemporaryFile(dir=target.parent).close()
+        if mode is not None:
+            open(target, "rb+").close()
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise _unwritable(path, error) from error
 
 
 def remove_temporaries(target: Path) -> None:
-    """Removes the temporary files of `target` that killed processes left in its folder."""
+    """Removes the temporary folders of `target` that killed processes left next to it."""
     for left in target.parent.glob(f".{glob.escape(target.name[:200])}-{'[0-9a-f]' * 16}.tmp"):
-        with contextlib.suppress(OSError):
-            left.unlink()
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

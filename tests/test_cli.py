@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_model, save_model
 
 import lapwing as lw
 from lapwing.cli import main
+from tests.hidden_package import HiddenPackage
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("jsonargparse")
@@ -46,12 +48,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.savez("data.npz", x=x.numpy(), y=y.numpy())
     np.savez("far.npz", x=10 * x.numpy())
     np.savez("empty.npz", z=x.numpy())
+    Path("nothing.npz").touch()
+    Path("cut.npz").write_bytes(Path("data.npz").read_bytes()[:300])
+    np.savez_compressed("flipped.npz", x=x.numpy(), y=y.numpy())
+    whole = Path("flipped.npz").read_bytes()
+    Path("flipped.npz").write_bytes(whole[:60] + bytes(20) + whole[80:])
     frame = pd.DataFrame(x.numpy(), columns=["a", "b", "c"])
     frame.assign(label=y.numpy()).to_csv("classes.csv", index=False)
     frame.assign(count=range(40))[["count", "a", "b", "c"]].to_csv("numbers.csv", index=False)
     save_model(torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)), "c.safetensors")
     save_model(torch.nn.Linear(3, 1), "r.safetensors")
     return tmp_path
+
+
+class Small(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
 
 
 CLASSIFIER = ["networks_of_cli:classifier", "c.safetensors"]
@@ -66,6 +78,7 @@ def test_a_fit_its_file_and_an_evaluation(folder: Path, capsys: pytest.CaptureFi
     main(["info", "p.safetensors"])
     facts = capsys.readouterr().out
     assert "method           KFAC(weight_sharing='expand', uncovered='dense', fisher=None), 40 samples" in facts
+    assert "weights          14\n" in facts
     assert " to " not in facts.partition("prior precision")[2]  # both blocks have the same one
     main(["evaluate", *CLASSIFIER, "p.safetensors", "classes.csv", "--foreign.far", "far.npz", "--score", "entropy"])
     printed = capsys.readouterr().out
@@ -94,12 +107,70 @@ def test_a_report(folder: Path, capsys) -> None:
     assert "<html" in (folder / "page.html").read_text(encoding="utf-8")
 
 
+def test_parquet_names_the_package_that_reads_it(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> None:
+        raise ImportError("Unable to find a usable engine; tried using: 'pyarrow', 'fastparquet'.")
+
+    monkeypatch.setattr(pd, "read_parquet", read)
+    with pytest.raises(SystemExit):
+        main(["fit", *CLASSIFIER, "table.parquet"])
+    assert "table.parquet needs the package pyarrow. Run pip install" in capsys.readouterr().err
+
+
 def test_help_of_a_method_comes_from_its_dataclass(capsys) -> None:
     with pytest.raises(SystemExit) as done:
         main(["fit", "--method.help", "KFAC"])
     assert done.value.code in (0, None)
     text = " ".join(capsys.readouterr().out.split())
     assert "--method.weight_sharing {expand,reduce} treatment of weights that are used at several positions" in text
+
+
+@pytest.mark.parametrize("out", ["missing/p", "."])
+@pytest.mark.parametrize("command", ["fit", "report"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    command: str, out: str, folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lw.fit(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2)).save("p")
+    for work in ("fit", "load", "compare"):
+        monkeypatch.setattr(lw, work, lambda *_, **__: pytest.fail("it works before it looks at the path"))
+    with pytest.raises(SystemExit) as done:
+        main([command, *CLASSIFIER, *(["p"] if command == "report" else []), "data.npz", "--out", out])
+    assert done.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "is not an ordinary file" in printed if out == "." else "missing/p cannot be written: No such" in printed
+
+
+@pytest.mark.parametrize("by", ["mahalanobis", "knn"])
+def test_info_of_a_detector(by: Any, folder: Path, capsys) -> None:
+    lw.novelty(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2), by).save("detector")
+    main(["info", "detector"])
+    assert capsys.readouterr().out == f"detector         lw.novelty by {by}, 6 features\n"
+
+
+def test_info_of_a_mixture(folder: Path, capsys) -> None:
+    x, y = torch.randn(9, 3), torch.arange(9) % 2
+    members = [lw.fit(Small().eval(), (x, y), lw.Diagonal(), prior_precision=float(n + 1)) for n in range(11)]
+    lw.mixture(members).save("ensemble")
+    main(["info", "ensemble"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mixture          11 posteriors"
+    precisions = [line.rpartition(" ")[2] for line in lines if line.startswith("prior precision")]
+    assert precisions == [str(n + 1) for n in range(11)]
+
+
+def test_info_needs_no_extra(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    lw.fit(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2), lw.Diagonal()).save("p")
+    monkeypatch.delitem(sys.modules, "jsonargparse")
+    monkeypatch.setattr(sys, "meta_path", [HiddenPackage("jsonargparse"), *sys.meta_path])
+    main(["info", "p"])
+    assert "method           Diagonal(), 9 samples" in capsys.readouterr().out
+
+
+def test_help_names_the_demo(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "`make demo`" in capsys.readouterr().out
 
 
 def test_help_warns_that_the_module_runs(capsys) -> None:
@@ -119,6 +190,10 @@ def test_help_warns_that_the_module_runs(capsys) -> None:
         (["fit", "networks_of_cli:number", "c.safetensors", "data.npz"], "gives 3 instead of a torch.nn.Module"),
         (["fit", "networks_of_cli:classifier", "r.safetensors", "data.npz"], "The weights r.safetensors do not fit"),
         (["fit", *CLASSIFIER, "empty.npz"], "empty.npz has no 'x'"),
+        (["fit", *CLASSIFIER, "nothing.npz"], "nothing.npz is empty or damaged: EOFError: No data left in file. Write"),
+        (["fit", *CLASSIFIER, "cut.npz"], "cut.npz is empty or damaged: BadZipFile: File is not a zip file. Write it"),
+        (["fit", *CLASSIFIER, "flipped.npz"], "flipped.npz is empty or damaged"),
+        (["evaluate", *CLASSIFIER, "none", "data.npz", "--foreign.far", "nothing.npz"], "nothing.npz is empty or dam"),
         (["fit", *CLASSIFIER, "classes.csv", "--target", "d"], "classes.csv has no 'd'"),
         (["fit", *CLASSIFIER, "none.csv"], "none.csv: No such file"),
         (["fit", *CLASSIFIER, "data.txt"], "data.txt is neither an .npz, .csv or .parquet file"),

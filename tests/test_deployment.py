@@ -19,6 +19,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.deployment import Predictor, _default_way
 from lapwing.tangent.features import features_at
 from papers.common.networks import MnistCNN, ResNet20
+from tests.full_disk import full_disk
 from tests.input_noise import with_input_noise
 from tests.prediction.test_streamlined_networks import bert
 from tests.quick import others_slow
@@ -152,6 +153,19 @@ def test_exported(name: str) -> None:
     module = torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes).module()
     for size in SIZES:
         assert_same(module(inputs(size)), posterior, inputs(size), lw.Streamlined(), "latent", 2e-6)
+
+
+def test_an_onnx_file_appears_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxscript")
+    (_, predictor), x, path = deployed("mlp", "prediction"), NETWORKS["mlp"][1](2), tmp_path / "network.onnx"
+    path.write_text("old")
+    with full_disk(), pytest.raises(lw.LapwingError, match="network.onnx cannot be written: File too large"):
+        predictor.to_onnx(path, x)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr("torch.onnx.export", lambda *_, **__: pytest.fail("it exports before it looks at the path"))
+    with pytest.raises(lw.LapwingError, match="Create its folder"):
+        predictor.to_onnx(tmp_path / "missing" / "network.onnx", x)
 
 
 ONNX = [

@@ -32,12 +32,17 @@ def _compare() -> Any:
     return lw.compare({"KFAC": posterior}, [(x, y)], repeats=1)
 
 
+def _foreign() -> Any:
+    posterior, x, y = _posterior()
+    return lw.compare({"KFAC": posterior}, [(x, y)], {"far": 9 * x}, repeats=1)
+
+
 def _report() -> Any:
     return _compare().report("never.html")
 
 
 USES: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "compare": (_compare, "torchmetrics", "eval"),
+    "compare": (_foreign, "sklearn", "eval"),
     "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
     "report": (_report, "jinja2", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
@@ -59,6 +64,14 @@ def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pyte
     assert str(caught.value) == (
         f'This needs {PACKAGES[package][0]}, which is not installed. Run pip install "lapwing-torch[{group}]".'
     )
+
+
+def test_a_comparison_without_foreign_sets_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in (*PACKAGES, "torchmetrics"):
+        for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setattr(sys, "meta_path", [HiddenPackage(package), *sys.meta_path])
+    assert "ECE" in _compare().columns
 
 
 def test_what_an_installed_package_lacks_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch.export import Dim
 
 from ..data import batches
 from ..errors import LapwingError, extra
+from ..files import check_writable, replacing
 from ..prediction import Way
 from ..prediction.streamlined.graph import quiet
 from .export import Traced
@@ -128,8 +129,10 @@ class Predictor(nn.Module):
             x: example inputs.
 
         Raises:
-            LapwingError: if onnx or onnxscript is not installed, if ONNX lacks a call, or for inputs of another form.
+            LapwingError: if onnx or onnxscript is not installed, if the file cannot be written, if ONNX lacks a call,
+                or for inputs of another form.
         """
+        check_writable(path)
         extra("onnx")
         extra("onnxscript")
         self._check(x)
@@ -157,7 +160,8 @@ class Predictor(nn.Module):
             ) from error
         assert program is not None
         _name_outputs(program.model.graph, self.returns)
-        program.save(os.fspath(path))
+        with replacing(path) as new:
+            program.save(new)
         return Path(path)
 
 

@@ -18,6 +18,7 @@ from ..data.data import Data
 from ..data.frames import as_inputs, ordered
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
+from ..files import check_writable, replacing
 from ..fitting import Mixture, Novelty
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, check_argument, number
@@ -122,13 +123,17 @@ class Comparison:
         file, and can be read on a phone and printed. The pictures compare the row of lowest NLL with the first row.
 
         Raises:
-            LapwingError: if Jinja2, matplotlib or scikit-learn is missing, or if `lw.compare` did not make the table.
+            LapwingError: if Jinja2, matplotlib or scikit-learn is missing, if `lw.compare` did not make the table, or
+                if the file cannot be written. Then an old file stays as it was.
         """
+        check_writable(path)
         template = (files(__package__) / "report.html.jinja").read_text(encoding="utf-8")
         page = extra("jinja2").Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
         found, path = pictures(self, None), Path(path)
         svgs, ranked = [svg(picture["draw"]) for picture in found], detectors(self)
-        path.write_text(page.render(table=self, title=title, pictures=found, svgs=svgs, detectors=ranked), "utf-8")
+        text = page.render(table=self, title=title, pictures=found, svgs=svgs, detectors=ranked)
+        with replacing(path) as new:
+            new.write_text(text, "utf-8")
         return path
 
     def tables(self) -> list[tuple[str, list[list[str]]]]:

@@ -20,6 +20,7 @@ from ..data.loaders import kept_batches
 from ..data.samples import Samples
 from ..display import Displayed
 from ..errors import LapwingError, shown
+from ..files import replacing
 from ..likelihoods import P
 from ..likelihoods.ensemble import mixed
 from ..likelihoods.prediction_at_positions import PredictionAtPositions
@@ -73,17 +74,21 @@ class Mixture(Displayed, Generic[P]):
         `lw.mixture([lw.load(f"{folder}/member-{n}.safetensors", model) for n, model in enumerate(models)])` reads them.
 
         Raises:
-            LapwingError: if the folder exists or cannot be made, or if the weights of a network have changed.
+            LapwingError: if the folder exists or cannot be made, or if the weights of a network have changed. Then no
+                folder is left.
         """
         try:
             Path(folder).mkdir()
+            Path(folder).rmdir()  # the folder appears when it is complete
         except (OSError, TypeError, ValueError) as error:
             raise LapwingError(
                 f"The folder {shown(folder)} cannot be made, or exists already. Pass the path of a new one: "
                 "mixture.save('ensemble')."
             ) from error
-        for number, member in enumerate(self.members):
-            member.save(Path(folder) / f"member-{number}.safetensors")
+        with replacing(folder) as new:
+            new.mkdir()
+            for number, member in enumerate(self.members):
+                member.save(new / f"member-{number}.safetensors")
 
 
 @outside_modes

@@ -57,7 +57,7 @@ class TestClassification:
                 right = sum(float(predicted[n] == labels[n]) for n in inside)
                 total += abs(right - sum(float(confidence[n]) for n in inside)) / len(labels)
         ours = metrics.expected_calibration_error(probs, labels, bins=bins).item()
-        assert ours == pytest.approx(total, abs=1e-6)
+        assert ours == pytest.approx(total, abs=1e-12)
 
     def test_a_confidence_of_one_shares_the_last_bin(self):
         probs = torch.tensor([[1.0, 0.0], [0.96, 0.04]])

@@ -16,6 +16,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.evaluation import Comparison
 from lapwing.evaluation.report import pictures
+from tests.full_disk import full_disk
 
 
 class Page(HTMLParser):
@@ -136,6 +137,24 @@ def test_a_report_is_one_small_file_that_says_what_its_pictures_show(
     assert all("viewbox" in svg and "width" not in svg for svg in page.tags["svg"])
     names = [attributes["id"] for parts in page.tags.values() for attributes in parts if "id" in attributes]
     assert not [name for name in names if name and name.startswith(("figure", "axes", "patch"))]
+
+
+def test_a_full_disk_keeps_the_old_report(tables: dict[str, Comparison], tmp_path: Path) -> None:
+    path = tables["classes"].report(tmp_path / "report.html")
+    before = path.read_bytes()
+    with full_disk(), pytest.raises(lw.LapwingError, match=r"report.html cannot be written: File too large"):
+        tables["regression"].report(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_without_a_place_is_refused_before_it_is_drawn(
+    tables: dict[str, Comparison], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lapwing.evaluation.comparison.pictures", lambda *_: pytest.fail("it draws first"))
+    for path, words in ((tmp_path / "no" / "r.html", "Create its folder"), (tmp_path, "is not an ordinary file")):
+        with pytest.raises(lw.LapwingError, match=words):
+            tables["classes"].report(path)
 
 
 def test_a_table_without_predictions_has_no_report(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
+from tests.full_disk import full_disk
 from tests.trained import train
 
 SIZE = 40
@@ -260,6 +261,19 @@ def test_a_mixture_is_saved_to_a_folder_and_loaded(tmp_path):
         lw.load(files[0], models[1])
     with pytest.raises(lw.LapwingError, match="Pass the path of a new one"):
         mixture.save(tmp_path / "ensemble")
+
+
+def test_a_full_disk_leaves_no_part_of_a_mixture(tmp_path):
+    mixture = lw.mixture(members("categorical"))
+    with full_disk(), pytest.raises(lw.LapwingError, match=r"The file \S*/ensemble cannot be written: .*large"):
+        mixture.save(tmp_path / "ensemble")
+    assert not list(tmp_path.iterdir())
+    mixture.save(tmp_path / "ensemble")
+    assert len(list((tmp_path / "ensemble").iterdir())) == 3
+    (tmp_path / "other").mkdir()
+    assert (tmp_path / "ensemble").stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(lw.LapwingError, match="cannot be made"):
+        mixture.save(tmp_path / "missing" / "ensemble")
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])

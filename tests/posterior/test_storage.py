@@ -161,6 +161,21 @@ def test_places_that_cannot_be_written(saved: Path) -> None:
     refused(lambda: posterior.save(saved.parent), f"{saved.parent} is not an ordinary file", "posterior.safetensors'")
 
 
+def test_a_file_and_its_parts_appear_together(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    with files.replacing(tmp_path / "a") as new:
+        new.write_text("new")
+        new.with_name("a.data").write_text("more")
+        assert (tmp_path / "a").read_text() == "old"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "a.data": "more"}
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write to every file")
+def test_a_read_only_file_is_not_writable(tmp_path: Path) -> None:
+    (tmp_path / "a").touch(0o400)
+    refused(lambda: files.check_writable(tmp_path / "a"), "a cannot be written: Permission denied")
+
+
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.6, 0.999])
 def test_truncated(saved: Path, part: float) -> None:
     data = saved.read_bytes()
