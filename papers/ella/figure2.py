@@ -188,6 +188,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         "ε_Nyström": ("nystrom", (16, 256, 1000)),
         "ε_ELLA, prior variance 0.01": ("ella at prior variance 0.01", (16, 256, 1000)),
         "ε_ELLA, prior variance 1": ("ella at prior variance 1", (1000,)),
+        "ε_ELLA, prior variance 0.0001": ("ella at prior variance 0.0001", (16, 256, 1000)),
     }
     for heading, (kind, counts) in kinds.items():
         for count in counts:
