@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .data.picked import batches
 from .environment import versions
 from .errors import LapwingError
 from .fitting import SWAG, MeanField, Novelty, fit, mixture, novelty, plan
@@ -84,6 +85,6 @@ __all__ = [
     "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient", "Novelty", "OptimalSubspace", "Ordinal",
     "Poisson", "Posterior", "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined",
     "StudentT", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
-    "VariationalBound", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer", "load",
-    "matching", "mixture", "novelty", "plan", "propagate", "scale_factor", "versions",
+    "VariationalBound", "batches", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer",
+    "load", "matching", "mixture", "novelty", "plan", "propagate", "scale_factor", "versions",
 ]  # fmt: skip

@@ -66,8 +66,10 @@ def pair(batch: Any) -> tuple[Any, Any]:
             "each head of the network has a target, pass a dict of targets and likelihood=lw.Joint(...), or fit one "
             "head at a time: [(x, y[0]) for x, y in loader], with forward=lambda model, inputs: model(inputs)[...]."
         )
+    keys = [key for key in batch if isinstance(key, str)] if isinstance(batch, Mapping) else []
+    line = f"Write lw.batches(loader, inputs={keys[0]!r}, targets={keys[-1]!r}), or let" if len(keys) > 1 else "Let"
     raise LapwingError(
-        f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. Let the "
+        f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. {line} the "
         "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array), or "
         f"dicts with one of the keys {', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
         "pass forward=lambda model, inputs: model(...)."

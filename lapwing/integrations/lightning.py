@@ -28,6 +28,8 @@ class LaplaceCallback(_Callback):
         network: name of the submodule to treat, such as "model"; None treats the Lightning module, whose `forward` then
             returns the outputs.
         validation: whether the validation data of the trainer tune the posterior, as `validation=` of `lw.fit`.
+        inputs: keys or function of `lw.batches` for the inputs of the trainer's batches; None for (inputs, targets).
+        targets: the same for the targets.
         filename: name of the file next to the checkpoints; None writes no file.
         options: further options of `lw.fit`, such as `params=lw.last_layer`.
 
@@ -45,12 +47,14 @@ class LaplaceCallback(_Callback):
         *,
         network: str | None = None,
         validation: bool = False,
+        inputs: Any = None,
+        targets: Any = None,
         filename: str | None = "posterior.safetensors",
         **options: Any,
     ) -> None:
         super().__init__()
         self.method, self.network, self.validation, self.filename = method, network, validation, filename
-        self.options = options
+        self.inputs, self.targets, self.options = inputs, targets, options
         self.posterior: lw.Posterior | Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -74,14 +78,17 @@ class LaplaceCallback(_Callback):
         """Fits and saves the posterior."""
         model, options = self._treated(pl_module), dict(self.options)
         if self.validation:
-            options["validation"] = trainer.val_dataloaders
+            options["validation"] = self._picked(trainer.val_dataloaders)
         with eval_mode(model):
-            self.posterior = lw.fit(model, trainer.train_dataloader, self.method, **options)
+            self.posterior = lw.fit(model, self._picked(trainer.train_dataloader), self.method, **options)
             checkpoints = trainer.checkpoint_callback
             if self.filename is not None and checkpoints is not None and checkpoints.dirpath is not None:
                 folder = Path(checkpoints.dirpath)
                 folder.mkdir(parents=True, exist_ok=True)
                 self.posterior.save(folder / self.filename)
+
+    def _picked(self, loader: Any) -> Any:
+        return loader if self.inputs is None else lw.batches(loader, self.inputs, self.targets)
 
     def _treated(self, pl_module: Any) -> Any:
         if self.network is None:

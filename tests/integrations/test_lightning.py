@@ -85,6 +85,24 @@ def test_the_posterior_is_that_of_lw_fit(network: str | None, tmp_path: Path) ->
     assert torch.allclose(loaded.predict(x).probs, posterior.predict(x).probs)
 
 
+def test_batches_of_another_form(tmp_path: Path) -> None:
+    class Named(Module):
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+            return super().training_step((batch["pixels"], batch["digit"]))
+
+        def validation_step(self, batch: dict[str, Tensor]) -> None:
+            self.training_step(batch)
+
+    module, data = Named(), Data()
+    train, val = ([{"pixels": x, "digit": y} for x, y in part] for part in (data.train, data.val))
+    callback = LaplaceCallback(lw.KFAC(), validation=True, inputs="pixels", targets="digit", params=lw.last_layer)
+    trainer(tmp_path, callback).fit(module, DataLoader(train, 16), DataLoader(val, 16))
+    module.eval()
+    expected = lw.fit(module, data.train, lw.KFAC(), validation=data.val, params=lw.last_layer)
+    assert callback.posterior.samples == 35
+    torch.testing.assert_close(callback.posterior.prior_precision, expected.prior_precision)
+
+
 def test_without_checkpoints_there_is_no_file(tmp_path: Path) -> None:
     callback = LaplaceCallback()
     loader = Data().train_dataloader()
