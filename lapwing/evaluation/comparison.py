@@ -26,7 +26,7 @@ from ..posterior import Posterior
 from ..prediction import Way
 from .candidates import Candidate, posteriors_in, rows_of
 from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated, with_novelty
-from .report import detectors, pictures, svg
+from .report import detectors, literal, pictures, svg
 
 Score = Literal["mutual_information", "entropy", "confidence"]
 
@@ -113,7 +113,7 @@ class Comparison:
             ax.set_axis_off()
         for ax, picture in zip(axes.flat, found, strict=False):
             picture["draw"](ax=ax)
-            ax.set_title(f"{picture['set']}, {picture['row']}" if "set" in picture else "")
+            ax.set_title(literal(f"{picture['set']}, {picture['row']}") if "set" in picture else "")
         return figure
 
     def report(self, path: str | PathLike[str], title: str = "How good are the error bars?") -> Path:

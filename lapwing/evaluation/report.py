@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from .comparison import Comparison
 
 
+def literal(name: str) -> str:
+    """Returns a name as matplotlib prints it: `$` starts no formula, and `_` at the start hides nothing."""
+    return "\N{ZERO WIDTH SPACE}" * name.startswith("_") + name.replace("$", r"\$")
+
+
 def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
     """Returns pictures that compare a row with the first row: a kind, a function `draw(ax)`, and the names for texts.
 
@@ -33,7 +38,7 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
             f"The table has no predictions of the row {shown(row)}. Its rows are {', '.join(arrays) or 'without any'}: "
             "let lw.compare make the table."
         )
-    lines = {base: plots.NETWORK | {"label": base}, chosen: plots.LAPWING | {"label": chosen}}
+    lines = {base: plots.NETWORK | {"label": literal(base)}, chosen: plots.LAPWING | {"label": literal(chosen)}}
     found = []
 
     def add(kind: str, draw: Callable[..., Any], given: Callable[[Predictions], tuple[Any, Any]]) -> None:

@@ -36,6 +36,16 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+def test_rows_may_have_any_names() -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    fit = lw.fit(nn.Linear(4, 3).eval(), (x, y), lw.KFAC(), prior_precision=1.0)
+    figure = lw.compare({"_cost in $ and $x": fit}, (x, y), {"a $set$": 3 * x}, repeats=1).plot()
+    figure.canvas.draw()
+    texts = [text.get_text() for ax in figure.axes if ax.get_legend() for text in ax.get_legend().get_texts()]
+    assert any(r"_cost in \$ and \$x" in text for text in texts)
+    assert any(r"a \$set\$, _cost in \$ and \$x" in ax.get_title() for ax in figure.axes)
+
+
 @pytest.fixture(scope="module")
 def tables() -> dict[str, Comparison]:
     with torch.random.fork_rng():
