@@ -228,9 +228,8 @@ class Ordinal(FamilyLikelihood[ClassPrediction]):
     name: ClassVar[str] = "ordinal"
 
     def family(self, outputs: Tensor) -> dist.Categorical:
-        """Returns the Categorical; `P(y = k) = σ(θ_{k-1}) σ(-θ_k) (1 - exp(-g_k))` for gaps `g_k = θ_{k-1} - θ_k`."""
-        gaps = F.softplus(outputs[..., 1:])
-        above = outputs[..., :1] - F.pad(gaps.cumsum(-1), (1, 0))
-        middle = F.logsigmoid(above[..., :-1]) + F.logsigmoid(-above[..., 1:]) + (-torch.expm1(-gaps)).log()
+        """Returns the Categorical; `P(y = k) = σ(θ_{k-1}) σ(-θ_k) σ(f_k)`, since `1 - exp(θ_k - θ_{k-1}) = σ(f_k)`."""
+        above = outputs[..., :1] - F.pad(F.softplus(outputs[..., 1:]).cumsum(-1), (1, 0))  # θ (..., C - 1)
+        middle = F.logsigmoid(above[..., :-1]) + F.logsigmoid(-above[..., 1:]) + F.logsigmoid(outputs[..., 1:])
         first, last = F.logsigmoid(-above[..., :1]), F.logsigmoid(above[..., -1:])
         return dist.Categorical(logits=torch.cat([first, middle, last], -1))

@@ -355,6 +355,9 @@ def test_ordinal_probabilities_and_information():
             hessian[i] -= wanted[i, y] * torch.autograd.functional.hessian(one, f[i])
     root = likelihood.fisher_root(f)
     torch.testing.assert_close(root @ root.mT, hessian)
+    narrow = torch.tensor([[0.0, -200.0]])  # a gap of e^-200, which float32 rounds to 0
+    close = likelihood.log_prob(narrow, torch.tensor([1]))
+    torch.testing.assert_close(close, torch.tensor([-200.0 - 2 * math.log(2)]))
     assert likelihood.log_prob(1000 * f, torch.tensor([3, 0])).isfinite().all()
 
 
