@@ -88,7 +88,7 @@ def last_layer_over_n(
         evidence = {delta: float(at[delta].log_marginal_likelihood()) for delta in DELTAS}
         losses = {delta: _last_layer_scores(at[delta], val)["nll"] for delta in DELTAS}
         chosen = {f"prior precision {delta:g}": delta for delta in fixed}
-        chosen["prior precision 25 n/50000"] = rising
+        chosen["prior precision rising with n"] = rising
         chosen["evidence"] = max(evidence, key=evidence.__getitem__)
         chosen["validation"] = min(losses, key=losses.__getitem__)
         found[count] = {
