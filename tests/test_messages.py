@@ -60,6 +60,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.fit, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.plan, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.load, {"path": "nowhere.safetensors", "model": NETWORK}),
+    (lw.batches, {"loader": [{"x": X, "y": Y}], "inputs": "x", "targets": "y"}),
     (lw.novelty, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.Novelty.load, {"path": "nowhere.safetensors", "model": NETWORK}),
     (DETECTOR.__call__, {"x": X}),

@@ -85,7 +85,7 @@ class _SizedLoader(_Loader):
 
 
 def _part(batch: Any, keys: Part) -> Any:
-    if callable(keys):
+    if callable(keys) and not isinstance(keys, type):
         return keys(batch)
     try:
         return batch[keys] if isinstance(keys, str) else {key: batch[key] for key in keys}
