@@ -85,13 +85,13 @@ class _SizedLoader(_Loader):
 
 
 def _part(batch: Any, keys: Part) -> Any:
-    if callable(keys) and not isinstance(keys, type):
-        return keys(batch)
     try:
+        if callable(keys):
+            return keys(batch)
         return batch[keys] if isinstance(keys, str) else {key: batch[key] for key in keys}
-    except (KeyError, TypeError, IndexError) as error:
+    except Exception as error:
         found = f"the keys {shown(list(batch))}" if isinstance(batch, Mapping) else describe(batch)
         raise LapwingError(
-            f"lw.batches looks for {shown(keys)} in a batch, which has {found}. Pass keys that it has, or a function: "
-            "inputs=lambda batch: batch[0]."
+            f"lw.batches takes {shown(keys)} from a batch, which has {found}, and this raised {type(error).__name__}. "
+            "Pass keys that it has, or a function: inputs=lambda batch: batch[0]."
         ) from error

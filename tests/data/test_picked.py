@@ -95,9 +95,9 @@ def test_a_loader_keeps_its_length_and_an_iterator_can_be_read_once() -> None:
 def test_refusals() -> None:
     refused(lambda: lw.batches(X, "pixels"), "lw.batches needs a loader … Tensor (24, 4) float32. Pass [batch].")
     refused(
-        lambda: lw.fit(network(), lw.batches(NAMED, "image", "digit")), "looks for 'image' … keys ['pixels', 'digit'"
+        lambda: lw.fit(network(), lw.batches(NAMED, "image", "digit")), "takes 'image' from … keys ['pixels', 'digit'"
     )
-    refused(lambda: lw.fit(network(), lw.batches(PAIRS, "x", "y")), "looks for 'x' … tuple(Tensor (8, 4)")
+    refused(lambda: lw.fit(network(), lw.batches(PAIRS, "x", "y")), "takes 'x' from … tuple(Tensor (8, 4)")
     refused(lambda: lw.fit(network(), NAMED), "Write lw.batches(loader, inputs='pixels', targets='name'), or let")
     refused(
         lambda: lw.fit(network(), [{"pixels": X, "digit": Y}]), "lw.batches(loader, inputs='pixels', targets='digit')"
