@@ -88,12 +88,8 @@ def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterabl
         return _with(posterior, replace(noise.times(factor), spread=torch.ones_like(noise.spread)))
     floor = likelihood.noise_variance * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
     noise, tail = replace(noise, floor=floor), math.inf if noise.tails is None else tails[0]
-    slopes, far, ones = (
-        noise.slope(rows.features)[None],
-        noise.is_far(rows.features),
-        torch.ones_like(rows.counts())[None],
-    )
-    offset, spread, df, _ = level(slopes, rows, ones, tail, floor, far, _is_scaled(posterior, aim))
+    slopes, far, ones = noise.slope(rows.features)[None], noise.is_far(rows.features), torch.ones_like(rows.counts())
+    offset, spread, df, _ = level(slopes, rows, ones[None], tail, floor, far, _is_scaled(posterior, aim))
     return _with(posterior, replace(noise, offset=offset[0], spread=spread[0], df=df[0]))
 
 
