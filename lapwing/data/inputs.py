@@ -54,11 +54,11 @@ class Inputs:
 
     @property
     def form(self) -> Hashable:
-        """The structure, with shapes and dtypes; None if a leaf is no tensor, or requires a gradient."""
+        """The structure as text, with shapes and dtypes; None if a leaf is no tensor, or requires a gradient."""
         if not all(isinstance(leaf, Tensor) and not leaf.requires_grad for leaf in self.leaves):
             return None
-        spec = None if isinstance(self.value, Tensor) else pytree.tree_structure(tree(self.value))
-        return spec, *((leaf.shape, leaf.dtype) for leaf in self.tensors)
+        nest = None if isinstance(self.value, Tensor) else pytree.tree_structure(tree(self.value))
+        return str(nest), *((leaf.shape, leaf.dtype) for leaf in self.tensors)
 
     @unlocked_property
     def samples(self) -> int:

@@ -82,7 +82,7 @@ def test_information_of_other_families_has_only_sampling_error(name):
     wanted = torch.tensor(wanted, dtype=F64)
     error = found.std(0) / 60**0.5
     assert ((found.mean(0) - wanted).abs() <= 4.5 * error + 1e-12).all(), (found.mean(0), wanted)
-    assert (error <= 0.02 * wanted.abs().max()).all()  # so that the first line could fail
+    assert (error <= 0.03 * wanted.abs().max()).all()  # so that the first line could fail
 
 
 def test_independent_targets_have_a_block_each_and_one_column_for_each_output():
