@@ -39,7 +39,7 @@ test-integrations: .venv/installed
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist scipy transformers
-	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/linalg tests/covariance tests/fitting tests/running tests/likelihoods tests/posterior tests/prediction tests/evaluation
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/data tests/linalg tests/covariance tests/fitting tests/running tests/likelihoods tests/posterior tests/prediction tests/evaluation
 
 # all tests but the slow ones with the newest torch, in an environment of their own; other packages as in constraints.txt
 test-newest:
