@@ -37,7 +37,8 @@ class SubsetOfWeights(Method):
     - a posterior over the same weights, such as SWAG's: the largest marginal variance under it.
 
     By the same rule a larger K contains the weights of a smaller K. With `residual="prior"` the method adds
-    `δ⁻¹(I - VVᵀ)`, so the other weights keep the prior; by default they have variance 0.
+    `δ⁻¹(I - VVᵀ)`, so the other weights keep the prior; by default they have variance 0. δ does not depend on K. Other
+    work scales it, `δ_K = (K/P) δ` (appendix F): pass `prior_precision=K / P * delta` for that.
 
     Args:
         size: K, the number of weights; at most P.
