@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,21 @@ from ..errors import LapwingError, extra, shown
 from ..network.call import Call, output_tensor
 from ..options import INT64_LIMIT, check_argument, integer, number
 
+log = logging.getLogger("lapwing")
+
 __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 base: Any = extra("sklearn.base", "sklearn")
 split_arrays = extra("sklearn.model_selection", "sklearn").train_test_split
 check_random_state = extra("sklearn.utils", "sklearn").check_random_state
 multiclass, validation = (extra(f"sklearn.utils.{name}", "sklearn") for name in ("multiclass", "validation"))
+
+
+def _in_own_words(record: logging.LogRecord) -> bool:
+    """A logging filter during `lw.fit`: an estimator holds data out by an option of its own."""
+    text = record.getMessage().replace("lw.fit(model, loader, validation=held_out)", "validation_fraction=0.2")
+    record.msg, record.args = text, ()
+    return True
 
 
 class _LaplaceEstimator(base.BaseEstimator):
@@ -87,11 +97,15 @@ class _LaplaceEstimator(base.BaseEstimator):
                 columns.append(torch.tensor(weights, dtype=exact, device=x.device)[train])
             if self.epochs:
                 self._train(loss, *columns)
-        self.posterior_ = lw.fit(
-            self.module_, list(zip(*(column.split(256) for column in columns), strict=True)), self.method,
-            likelihood=likelihood, params=self.params, validation=held_out, sample_weights=weights is not None,
-            seed=seed, progress=False,
-        )  # fmt: skip
+        log.addFilter(_in_own_words)
+        try:
+            self.posterior_ = lw.fit(
+                self.module_, list(zip(*(column.split(256) for column in columns), strict=True)), self.method,
+                likelihood=likelihood, params=self.params, validation=held_out, sample_weights=weights is not None,
+                seed=seed, progress=False,
+            )  # fmt: skip
+        finally:
+            log.removeFilter(_in_own_words)
 
     def _rows(
         self, X: Any, y: Any, sample_weight: Any, **checks: bool

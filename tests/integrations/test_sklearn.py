@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 
 import numpy as np
@@ -130,6 +131,18 @@ def test_the_module_and_the_random_state_of_the_caller_stay(data) -> None:
     assert all((before[name] == value).all() for name, value in module.state_dict().items())
     assert (torch.get_rng_state() == state).all()
     assert all(weight.grad is None for weight in fits[0].module_.parameters())
+
+
+def test_warnings_name_the_option_of_the_estimator(caplog: pytest.LogCaptureFixture) -> None:
+    X = np.eye(3).repeat(20, 0)
+    labels = X.argmax(1)
+    LaplaceClassifier(network(3, 3), epochs=200, learning_rate=0.1).fit(X, labels)
+    (text,) = [record.getMessage() for record in caplog.records if "memorised" in record.getMessage()]
+    assert text.endswith("hold data out, and write validation_fraction=0.2.")
+    filters = list(logging.getLogger("lapwing").filters)
+    with pytest.raises(lw.LapwingError):
+        LaplaceClassifier(network(3, 3), method="KFAC").fit(X, labels)
+    assert logging.getLogger("lapwing").filters == filters  # also after an error
 
 
 def test_pipelines_searches_clones_and_files(data) -> None:
