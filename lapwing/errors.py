@@ -56,7 +56,6 @@ ELSEWHERE = {
     "device": "lapwing computes where the network is: write model.to(device)",
     "subset_of_weights": "write params=lw.last_layer or params=lw.everything",
     "hessian_structure": "write a method: lw.fit(model, loader, lw.KFAC())",
-    "epochs": "the network is trained before",
 }
 """Options that people look for and lapwing does not have -> what to do."""
 

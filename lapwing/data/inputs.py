@@ -54,7 +54,7 @@ class Inputs:
 
     @property
     def form(self) -> Hashable:
-        """The structure as text, with shapes and dtypes; None if a leaf is no tensor, or requires a gradient."""
+        """The structure as text, with shapes and dtypes; None if a leaf is not a tensor, or requires a gradient."""
         if not all(isinstance(leaf, Tensor) and not leaf.requires_grad for leaf in self.leaves):
             return None
         nest = None if isinstance(self.value, Tensor) else pytree.tree_structure(tree(self.value))

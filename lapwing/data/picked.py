@@ -24,7 +24,7 @@ def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
         targets: the same for the targets; several keys give the dict of `lw.Joint`. None leaves inputs for predictions.
 
     Raises:
-        LapwingError: if `loader` is no loader, or at the first batch without one of the keys.
+        LapwingError: if `loader` is not a loader, or at the first batch without one of the keys.
 
     Cost: none beyond the loader's own. A `DataLoader` stays one, with its sampler, seeds and worker processes.
 
@@ -40,6 +40,7 @@ def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
     pick = _Picked(inputs, targets)
     if isinstance(loader, DataLoader):
         loader = copy.copy(loader)
+        loader._iterator = None  # persistent workers of the given loader would not pick
         loader.collate_fn = _Collated(loader.collate_fn, pick)
         return loader
     if isinstance(loader, list):

@@ -25,7 +25,7 @@ def predicted(
 ) -> P:
     """Returns the distribution of y under a latent, one for each position if the latent has positions.
 
-    `features` (N, F) are those of the layer `likelihood.features_read`, for noise that depends on them.
+    `features` (N, F) are the features of the layer `likelihood.features_read`, for noise that depends on them.
     """
     if has_positions(latent):  # with the attributes of P
         rows = likelihood.at_features(likelihood.predict_positions(latent, link, generator), features)

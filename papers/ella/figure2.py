@@ -175,7 +175,7 @@ def draw(results: Mapping[str, Any]) -> None:
         for rank, points in sorted(curves.items()):
             drawing.curve(axis, dict(sorted(points.items())), label=f"K = {rank}")
         label = kind.replace("nystrom", "error of the NTK").replace("ella at", "error of ELLA's covariance\nat")
-        axis.set(xscale="log", yscale="log", xlabel="M, rows of the Jacobian (means of five seeds)", ylabel=label)
+        axis.set(xscale="log", yscale="log", xlabel="M, rows of J, five seeds", ylabel=label)
     axes[0][0].legend(frameon=False, fontsize=8)
     drawing.save(figure, __file__)
 

@@ -84,6 +84,14 @@ def test_a_data_loader_keeps_its_sampler_and_reaches_worker_processes() -> None:
     assert torch.equal(y, Y[:5])
 
 
+def test_persistent_workers_of_the_given_loader_do_not_hand_out_whole_batches() -> None:
+    loader = DataLoader(ROWS, 8, num_workers=1, persistent_workers=True)
+    assert set(next(iter(loader))) == {"pixels", "digit", "name"}  # its worker stays
+    x, y = next(iter(lw.batches(loader, "pixels", "digit")))
+    assert torch.equal(x, X[:8])
+    assert torch.equal(y, Y[:8])
+
+
 def test_a_loader_keeps_its_length_and_an_iterator_can_be_read_once() -> None:
     assert len(lw.batches(Sized(), "pixels")) == 3
     assert not hasattr(lw.batches(Stream(), "pixels"), "__len__")
