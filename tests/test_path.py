@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2697, functions=363, classes=57, files=66),
-    "fit with its default tuning": Ran(lines=3165, functions=436, classes=72, files=77),
-    "first prediction": Ran(lines=1178, functions=170, classes=39, files=46),
+    "fit with a given prior": Ran(lines=2706, functions=366, classes=57, files=66),
+    "fit with its default tuning": Ran(lines=3174, functions=440, classes=72, files=77),
+    "first prediction": Ran(lines=1187, functions=174, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 

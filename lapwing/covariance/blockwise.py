@@ -17,7 +17,7 @@ from .base import PriorCovariance, precision_spec, register_covariance
 from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
 from .structures import DenseBlock, DiagonalBlock, Structure
-from .terms import Terms, add_term, of_both, standard_normal
+from .terms import Summand, Terms, add_term, of_both, standard_normal, turned_back
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}
 """Kind -> class, to read files."""
@@ -103,14 +103,14 @@ class Blockwise(PriorCovariance):
 
     def output_covariances(self, record: Record, candidates: Sequence[Blockwise], reads: Reads) -> list[Terms]:
         """Contracts each block once for all candidates. A single candidate keeps its weights for the next record."""
-        terms: list[Terms] = [() for _ in candidates]
+        terms: list[tuple[Summand, ...]] = [() for _ in candidates]
         for name, structure in self.structures.items():
             weightings: Weightings = (candidate._weighting(name) for candidate in candidates)
             if len(candidates) == 1:
                 weightings = [candidates[0]._weightings[name]]
             for i, term in enumerate(structure.output_covariances(record[name], weightings, reads)):
                 terms[i] = add_term(terms[i], term)
-        return terms
+        return [*map(turned_back, terms)]
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         return total(

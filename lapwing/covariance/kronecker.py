@@ -15,7 +15,7 @@ from ..linalg import SLICE_NUMBERS
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import LayerBlock
 from .structures import Structure, weighted_terms
-from .terms import EigenTerm, Term, of_both
+from .terms import EigenTerm, Summand, of_both
 
 MIN_SAVED_COLUMNS = 128
 """Minimum number of saved columns for which a rotation leaves out the null space, which needs additional steps."""
@@ -75,7 +75,7 @@ class KroneckerBlock(Structure):
         spread = self.outputs.square() @ weights
         return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
 
-    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Summand]:
         """Rotates a and g, then weights them. An output layer keeps `U_out diag(s) U_outᵀ` as factors.
 
         If the null space of A is large, J is rotated only to the range of A (`rotate_inputs`). Then one weight stands

@@ -16,7 +16,7 @@ from ..tangent import FLOATS, Block, Record, Tangent, TensorSpec, Vectors
 from .base import Covariance, precision_spec, register_covariance, rows_spec
 from .layer_block import FactorLayer, LayerBlock
 from .structures import weighted_terms
-from .terms import FactoredTerm, Terms, add_term, cross_covariance, of_both, standard_normal
+from .terms import FactoredTerm, Summand, Terms, add_term, cross_covariance, of_both, standard_normal, turned_back
 
 
 @register_covariance
@@ -56,14 +56,17 @@ class LowRankPlusDiagonal(Covariance):
 
     def output_covariance(self, record: Record) -> Terms:
         """Returns the terms of `J D Jᵀ`, and the thin factor `J Fᵀ` (B, R, K)."""
-        terms: Terms = ()
+        terms: tuple[Summand, ...] = ()
         for name, variances in self.variances.items():
             weights = variances.to(record.dtype)
             (term,) = weighted_terms(record[name], [DiagonalWeights(weights)], "covariances")
             terms = add_term(terms, term)
         if not self.rank:
-            return terms
-        return (*terms, FactoredTerm(record.jvp(self.factor)))  # last, so that it reuses the gradients of the layers
+            return turned_back(terms)
+        return (
+            *turned_back(terms),
+            FactoredTerm(record.jvp(self.factor)),
+        )  # last, so that it reuses the gradients of the layers
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0

@@ -13,19 +13,18 @@ from math import inf
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..jacobian.jacobian import Reads, Weightings, reflect_
-from ..linalg import SLICE_NUMBERS, doubled, nonnegative
+from ..jacobian.jacobian import Reads, Weightings
+from ..linalg import SLICE_NUMBERS, doubled
 from ..tangent import Block, BlockJacobian, TensorSpec
 from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
 from .terms import (
-    DenseTerm,
     EigenTerm,
     FactoredTerm,
     MarginalTerm,
+    ReflectedSum,
     ScaleTerm,
-    Term,
+    Summand,
     cross_covariance,
     factored_or_dense,
     of_both,
@@ -52,7 +51,7 @@ class Structure(ABC):
         """Returns the diagonal of `U diag(w) Uᵀ` (P,)."""
 
     @abstractmethod
-    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Summand]:
         """Returns `J U diag(w) Uᵀ Jᵀ` of each sample for several weights w. J is rotated only once."""
 
     @abstractmethod
@@ -84,7 +83,7 @@ class Structure(ABC):
 
 def weighted_terms(
     jacobian: BlockJacobian, candidates: Weightings, reads: Reads, basis: Tensor | None = None
-) -> Iterable[Term]:
+) -> Iterable[Summand]:
     """Returns the part of `J diag(w) Jᵀ` in `reads` for several w: factors if the layer has one position, or matrices.
 
     J is in the basis in which the weights are diagonal. If the layer gives the network's outputs, `basis` is U_out,
@@ -98,17 +97,10 @@ def weighted_terms(
         return ((EigenTerm(basis, s) if g is None else FactoredTerm(g, s)).read(reads) for s in scales)
     found = jacobian.weighted(candidates, reads)
     if reads == "covariances":
-        return map(unreflected, found)
+        return map(ReflectedSum, found)
     if reads == "variances":
         return (MarginalTerm(*diagonals) for diagonals in found)
     return (ScaleTerm(trace.unsqueeze(-1) / jacobian.cotangents) for trace in found)
-
-
-def unreflected(matrix: Tensor) -> DenseTerm:
-    """Returns the covariance M and its centred variances from `Q M Q` (B, C, C), with the Q of `reflect_`."""
-    differences = F.pad(matrix[:, 1:, 1:], (1, 0, 1, 0))  # without the row and column of the mean over outputs
-    matrix, centred = (reflect_(reflect_(values, 1), 2) for values in (matrix, differences))
-    return DenseTerm(matrix, nonnegative(centred.diagonal(dim1=-2, dim2=-1)))
 
 
 def _scales(scales: Iterable[Tensor], basis: Tensor | None) -> Iterable[ScaleTerm]:
@@ -132,7 +124,7 @@ class DiagonalBlock(Structure):
     def diagonal(self, weights: Tensor) -> Tensor:
         return weights
 
-    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Summand]:
         return weighted_terms(jacobian, candidates, reads)
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
@@ -160,7 +152,7 @@ class DenseBlock(Structure):
     def diagonal(self, weights: Tensor) -> Tensor:
         return self.basis.square() @ weights
 
-    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Term]:
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Summand]:
         rows = jacobian.rows() @ self.basis
         return (factored_or_dense(rows * weighting.flat.sqrt()).read(reads) for weighting in candidates)
 

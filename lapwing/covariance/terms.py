@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from ..errors import LapwingError
-from ..jacobian.jacobian import Reads
-from ..linalg import SLICE_NUMBERS, psd_root, total
+from ..jacobian.jacobian import Reads, reflect_
+from ..linalg import SLICE_NUMBERS, nonnegative, psd_root, total
 
 
 class Term(ABC):
@@ -217,6 +217,26 @@ class DenseTerm(Term):
 
 
 @dataclass(frozen=True)
+class ReflectedSum:
+    """`Q M Q` (B, C, C) of a covariance M, with the Q of `reflect_`: the sum over blocks is turned back once."""
+
+    matrix: Tensor
+
+    def __add__(self, other: ReflectedSum) -> ReflectedSum:
+        return ReflectedSum(self.matrix + other.matrix)
+
+    def term(self) -> DenseTerm:
+        """Returns M and its centred variances. Overwrites the matrix."""
+        differences = F.pad(self.matrix[:, 1:, 1:], (1, 0, 1, 0))  # without the row and column of the mean of outputs
+        matrix, centred = (reflect_(reflect_(values, 1), 2) for values in (self.matrix, differences))
+        return DenseTerm(matrix, nonnegative(centred.diagonal(dim1=-2, dim2=-1)))
+
+
+Summand = Term | ReflectedSum
+"""The part of one block in a sum over blocks."""
+
+
+@dataclass(frozen=True)
 class MarginalTerm(Term):
     """Variances (B, C) of the outputs and of the outputs minus their average, enough for a closed-form link."""
 
@@ -283,13 +303,17 @@ def selected(matrix: Tensor, outputs: Tensor) -> Tensor:
     return matrix[sample, outputs[:, :, None], outputs[:, None]]
 
 
-def add_term(terms: Terms, term: Term) -> Terms:
+def add_term(terms: Sequence[Any], term: Any) -> tuple[Any, ...]:
     """Returns the sum with one more term. Matrices, or variances, are added up: a sum ends with at most one of them."""
-    if not terms or not isinstance(terms[-1], (DenseTerm, MarginalTerm, ScaleTerm)):
+    if not terms or not isinstance(terms[-1], (DenseTerm, ReflectedSum, MarginalTerm, ScaleTerm)):
         return (*terms, term)
     *factors, last = terms
-    summed: Any = last
-    return (*factors, summed + term) if type(term) is type(last) else (*factors, term, last)
+    return (*factors, last + term) if type(term) is type(last) else (*factors, term, last)
+
+
+def turned_back(terms: Iterable[Summand]) -> Terms:
+    """Returns a sum of terms in which a `ReflectedSum` became a matrix."""
+    return reduce(add_term, [term.term() if isinstance(term, ReflectedSum) else term for term in terms], ())
 
 
 def multiplied_out(terms: Sequence[Term], times: int = 1) -> Terms:

@@ -77,11 +77,12 @@ def reflect_(values: Tensor, dim: int) -> Tensor:
     The first row of `Q X` is √R times the mean of the rows of X. The other rows depend on differences of the rows
     alone, so they keep their digits if the mean is large.
     """
-    count = values.shape[dim]
-    if count > 1:
-        mean = values.mean(dim, keepdim=True) * count**0.5
-        values -= (mean - values.narrow(dim, 0, 1)) / (count**0.5 - 1)
-        values.narrow(dim, 0, 1).copy_(mean)
+    root = values.shape[dim] ** 0.5
+    if root > 1:
+        first = values.narrow(dim, 0, 1)
+        step = torch.sub(values.mean(dim, keepdim=True), first, alpha=1 / root)  # from x_0 to the first row, over √R
+        values.sub_(step, alpha=root / (root - 1))
+        first.add_(step, alpha=root + root / (root - 1))
     return values
 
 

@@ -51,7 +51,7 @@ def batch_norm(
     wanted = transformed() or (torch.is_grad_enabled() and has_graph)
     if training or running_mean is None or running_var is None or not wanted:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    dtype = torch.promote_types(input.dtype, torch.float32)
+    dtype = torch.float32 if input.dtype.itemsize < 4 else input.dtype
     scale = (running_var.to(dtype) + eps).rsqrt()
     scale = scale if weight is None else scale * weight.to(dtype)
     mean = running_mean.to(dtype)

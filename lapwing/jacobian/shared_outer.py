@@ -146,9 +146,9 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     def _covariances_by_pairs(self, several: Sequence[DiagonalWeights]) -> list[Tensor]:
         """Returns `Q Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ Q` (B, R, R) for each weighting W."""
-        grams = [list[Tensor]() for _ in several]
-        for samples, inputs, g, h in self._pairs(self._cached):
-            g, h = reflect_(g, 1), reflect_(h, 1)
+        ((a, g),) = self.strips
+        turned, grams = SharedOuter(Strips.whole(a, reflect_(g.clone(), 1))), [list[Tensor]() for _ in several]
+        for samples, inputs, g, h in turned._pairs(self._cached):
             for weighting, parts in zip(several, grams, strict=True):
                 scales = inputs @ self._matrices(weighting.flat).mT  # (G, b k, O)
                 scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)

@@ -25,7 +25,7 @@ from ..data.inputs import Inputs
 from ..jacobian.layers import READERS, Use
 from ..jacobian.plain_functions import transformed
 from . import recurrent
-from .eager import EagerMode, swapped
+from .eager import EagerMode, batching_quiet, swapped
 from .module_state import PreservedState
 from .positions import Positions
 
@@ -289,14 +289,24 @@ def _backward(
     options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
     grads: Sequence[Tensor | None] | None = None
     if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
-        with contextlib.suppress(RuntimeError):  # an operation without a batching rule
-            grads = torch.autograd.grad(outputs, edges, u.contiguous(), is_grads_batched=True, **options)
-    if grads is None and differentiable:
-        steps = zip(*[torch.autograd.grad(outputs, edges, row, **options) for row in u], strict=True)
-        grads = [None if step[0] is None else torch.stack(step) for step in steps]
-    elif grads is None:
+        with batching_quiet(), contextlib.suppress(RuntimeError):  # an operation that cannot be batched
+            grads = _together(outputs, edges, u.contiguous(), options)
+    if grads is None:
         grads = _one_by_one(outputs, edges, u, options)
     return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
+
+
+def _together(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
+    """Computes the gradients of all cotangents in one pass. `is_grads_batched` would run each convolution R times."""
+    reached: list[int] = []
+
+    def back(row: Tensor) -> list[Tensor]:
+        parts = torch.autograd.grad(outputs, edges, row, **options)
+        reached[:] = [i for i, part in enumerate(parts) if part is not None]
+        return [parts[i] for i in reached]
+
+    found = dict(zip(reached, torch.func.vmap(back)(u), strict=True))
+    return [found.get(i) for i in range(len(edges))]
 
 
 def _one_by_one(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
