@@ -63,7 +63,8 @@ def deploy(
         via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either. None
             means `Streamlined`, scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
-            and for Student t noise its degrees of freedom (), also as `predictor.df`;
+            and for Student t noise its degrees of freedom (), also as `predictor.df`. For `lw.Joint` each head has
+            these, by `key_name`;
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
@@ -200,8 +201,8 @@ def _observing(
         scores = {"entropy": prediction.entropy(), "mutual_information": prediction.mutual_information()}
         return prediction.summary() | scores
 
-    noise = getattr(likelihood, "input_noise", None)
-    centre = None if noise is None else noise.centre[None]
+    noises = [part.input_noise for part in likelihood.regressions.values() if part.input_noise is not None]
+    centre = noises[0].centre[None] if noises else None
     with torch.enable_grad():
         ones = ones if centre is None else ones.to(centre.device)
         centred = ones.clone().requires_grad_()

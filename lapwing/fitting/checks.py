@@ -42,8 +42,9 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
-    if getattr(likelihood, "noise", None) == "input":
-        _check_fits_noise(likelihood, tune)
+    for part in likelihood.regressions.values():
+        if part.noise == "input":
+            _check_fits_noise(part, tune)
 
 
 def _check_fits_noise(likelihood: Likelihood, tune: Tuning | None) -> None:

@@ -236,14 +236,19 @@ class Likelihood(Options, ABC, Generic[P]):
         """
 
     @property
-    def tails_to_fit(self) -> tuple[float | None, bool] | None:
-        """ν of noise that a tuning fits (inf: normal; None: any), and whether one normal noise may stay; or None."""
-        return None
+    def regressions(self) -> dict[Any, Any]:
+        """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
+        return {}
+
+    def columns(self, key: Any, outputs: int) -> Any:
+        """Returns the indices of a part's outputs, for C outputs in all."""
+        return slice(None)
 
     @property
     def features_read(self) -> str | None:
         """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
-        return None
+        fitted = (part.input_noise for part in self.regressions.values())
+        return next((noise.layer for noise in fitted if noise is not None), None)
 
     def at_features(self, prediction: Any, features: Tensor | None) -> Any:
         """Returns a prediction of this likelihood with the noise that a tuning has fitted; here the prediction itself.

@@ -242,11 +242,20 @@ class Gaussian(Likelihood[RegressionPrediction]):
 
     @property
     def tails_to_fit(self) -> tuple[float | None, bool]:
+        """ν of noise that a tuning fits (inf: normal; None: any), and whether one normal noise may stay."""
         return math.inf if self.tails == "normal" else None, True
 
     @property
-    def features_read(self) -> str | None:
-        return None if self.input_noise is None else self.input_noise.layer
+    def regressions(self) -> dict[Any, Any]:
+        return {None: self}
+
+    def with_regressions(self, parts: Mapping[Any, Any]) -> Gaussian:
+        return parts[None]
+
+    def residuals(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Returns y - f in float64, (B, C); NaN for a missing target."""
+        outputs = doubled(outputs)
+        return aligned_targets("Gaussian", outputs, targets) - outputs
 
     def at_features(self, prediction: Any, features: Tensor | None) -> Any:
         """Returns the prediction with the variance σ²(x) and the tails that a tuning has fitted."""

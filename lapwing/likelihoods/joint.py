@@ -13,6 +13,7 @@ from ..covariance import AnyLatent, JointLatent, Latent, LatentDraws
 from ..covariance.terms import DenseTerm
 from ..data.batches import packed
 from ..errors import LapwingError, shown
+from ..linalg import doubled
 from ..options import Rule, instance_of, option, required
 from .base import Likelihood, NoiselessLikelihood
 from .links import ExactLink, Link, SampledLink
@@ -45,8 +46,8 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     An open noise variance of a Gaussian head is the mean squared residual of the data in `validation=`, or else of the
     training data, which takes one more forward pass. `lw.Validation` then chooses the noise variance or the logit
     temperature of each head, for predictions: the curvature keeps the residual. Other tunings choose only the prior
-    precision. The noise of a head is equal at all inputs, with the tails of `lw.StudentT(df=4)` if they are given. A
-    file cannot store the heads: write `lw.load(path, model, likelihood=joint)`.
+    precision. Then residuals decide on the noise and the tails of each head, as for `Gaussian` alone. A file cannot
+    store the heads: write `lw.load(path, model, likelihood=joint)`.
 
     Args:
         likelihoods: key -> likelihood.
@@ -68,12 +69,6 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         if self.keys != tuple(self.outputs):
             keys = f"{shown(list(self.keys))}, and outputs of {shown(list(self.outputs))}"
             raise LapwingError(f"Joint has likelihoods of {keys}. Pass both for the same keys.")
-        for key, head in self.likelihoods.items():
-            if getattr(head, "noise", None) == "input":
-                raise LapwingError(
-                    f"The noise of a head of lw.Joint is equal at all inputs, and the head {key!r} has noise='input'. "
-                    "Leave it out, or fit this head alone: [(x, y[key]) for x, y in loader], with forward=."
-                )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -115,9 +110,26 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         numbers = self.head_numbers.items()
         return self.with_head_numbers({key: (s or noise, logit_temperature, s) for key, (noise, _, s) in numbers})
 
+    @property
+    def regressions(self) -> dict[Any, Any]:
+        return {key: head for key, head in self.likelihoods.items() if head.regressions}
+
+    def with_regressions(self, parts: Mapping[Any, Any]) -> Joint:
+        return replace(self, likelihoods={**self.likelihoods, **parts})
+
+    def residuals(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Returns y - f of all heads that are regressions, in float64, (B, C); NaN for other outputs."""
+        outputs = doubled(outputs)
+        found = torch.full_like(outputs, torch.nan)
+        regressions = self.regressions
+        for key, _, f, y in self.heads(outputs, targets):
+            if key in regressions:
+                found[:, self.columns(key, outputs.shape[-1])] = regressions[key].residuals(f, y)
+        return found
+
     def classifies(self, outputs: int) -> bool:
         """Whether all heads do: any other head needs all weights for its error bars, and they do not harm classes."""
-        return all(head.classifies(len(self._indices(key, outputs))) for key, head in self.likelihoods.items())
+        return all(head.classifies(len(self.columns(key, outputs))) for key, head in self.likelihoods.items())
 
     def open_heads(self, outputs: int) -> list[str]:
         return [key for key in self.head_numbers if self.likelihoods[key].needs_noise]
@@ -129,7 +141,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
 
     def part(self, latent: AnyLatent, key: str) -> Any:
         """Returns the latent of the outputs of a head."""
-        index = self._indices(key, latent.mean.shape[-1])
+        index = self.columns(key, latent.mean.shape[-1])
         if latent.draws is not None:
             return LatentDraws(latent.draws[..., index], latent.joint)
         mean, covariance = latent.mean[:, index], latent.covariance[:, index][..., index]
@@ -139,7 +151,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         """Returns the targets of each head, from a dict or one tensor (B, K); integers for labels."""
         same = not isinstance(targets, Mapping) or tuple(sorted(targets)) == self.keys
         targets = packed(targets) if isinstance(targets, Mapping) else targets
-        shapes = [head.target_shape(len(self._indices(key, outputs))) for key, head in self.likelihoods.items()]
+        shapes = [head.target_shape(len(self.columns(key, outputs))) for key, head in self.likelihoods.items()]
         widths = [sum(shape) or 1 for shape in shapes]
         if not same or targets.ndim != 2 or targets.shape[1] != sum(widths):
             raise LapwingError(
@@ -159,7 +171,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         """Yields the key, the likelihood, the outputs and the targets of each head."""
         y = self.by_key(targets, outputs.shape[-1])
         for key, head in self.likelihoods.items():
-            yield key, head, outputs[:, self._indices(key, outputs.shape[-1])], y[key]
+            yield key, head, outputs[:, self.columns(key, outputs.shape[-1])], y[key]
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         for key, head, f, y in self.heads(outputs, targets):
@@ -172,7 +184,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         weights = torch.ones_like(outputs)
         for key, head, f, y in self.heads(outputs, targets):
             own = head.target_weights(f, y)
-            weights[:, self._indices(key, outputs.shape[-1])] = 1.0 if own is None else own.to(weights)
+            weights[:, self.columns(key, outputs.shape[-1])] = 1.0 if own is None else own.to(weights)
         return weights
 
     def log_prob(self, outputs: Tensor, targets: Any) -> Tensor:
@@ -183,7 +195,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         """Returns a root with a block for each head, at its noise in the curvature, (B, C, ΣR)."""
         blocks = []
         for key, head in self.likelihoods.items():
-            index = self._indices(key, outputs.shape[-1])
+            index = self.columns(key, outputs.shape[-1])
             root = head.fisher_root(outputs[:, index]) / (self.estimated.get(key) or head.noise_variance or 1.0) ** 0.5
             blocks.append(outputs.new_zeros(*outputs.shape, root.shape[-1]).index_copy(1, index.to(root.device), root))
         return torch.cat(blocks, -1)
@@ -197,10 +209,10 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return JointPrediction(self, heads, latent.mean.shape[-1])
 
     def at_features(self, prediction: Any, features: Tensor | None) -> Any:
-        heads = prediction.items()
-        return replace(prediction, predictions={key: self.likelihoods[key].at_features(p, None) for key, p in heads})
+        heads = {key: self.likelihoods[key].at_features(one, features) for key, one in prediction.items()}
+        return replace(prediction, predictions=heads)
 
-    def _indices(self, key: str, outputs: int) -> Tensor:
+    def columns(self, key: str, outputs: int) -> Tensor:
         """Returns the indices of the outputs of a head; raises unless they exist and belong to no other head."""
         found = {name: list(range(outputs))[part] if isinstance(part, slice) else [*part]
                  for name, part in self.outputs.items()}  # fmt: skip

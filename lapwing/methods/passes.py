@@ -121,14 +121,16 @@ class Batch:
         """Keeps the next outputs (B, C) that a pass has computed, so that `rows` need not run the network again."""
         self._outputs.append(outputs)
 
-    def rows(self) -> dict[str, Any]:
+    def rows(self, shaped: Tensor | None = None) -> dict[str, Any]:
         """Returns outputs (N, C), targets and weights of samples, or of their positions, for `DataSummary.add`.
 
-        They may include labels that do not count, which have a log probability of 0.
+        `shaped` are the outputs in their own shape, if they are known. Rows may include labels that do not count, which
+        have a log probability of 0.
         """
         if not self._outputs:
-            shaped, positions = self.tangent.outputs_of(self.inputs), self.tangent.positions
+            shaped = self.tangent.outputs_of(self.inputs) if shaped is None else shaped
             batches.check_outputs(shaped, "these inputs")
+            positions = self.tangent.positions
             self._outputs, self._sizes = [positions.rows(shaped)], positions.sizes(shaped.shape)
         _, targets, weights = self.targets_of_rows(self._sizes, self._kept)
         return {"outputs": torch.cat(self._outputs), "targets": targets, "weights": weights, "samples": self.count}

@@ -25,7 +25,7 @@ from ..tangent import Tangent
 from ..tangent.stored import from_json
 from .method_info import MethodInfo
 from .posterior import Posterior
-from .storage import check_contents
+from .storage import check_contents, noise_of_head
 
 
 @outside_modes
@@ -124,7 +124,7 @@ def _rebuilt(
     none = torch.zeros(len(tangent.blocks), dtype=torch.float64, device=double_device(device))
     prior = Prior(none if covariance.precision is None else covariance.precision, mean, given["prior_precision"])
     statistics = {name: placed(value, device) for name, value in under("statistics", tensors).items()}
-    likelihood = _likelihood(path, header["likelihood"], likelihood, under("noise", tensors))
+    likelihood = _likelihood(path, header["likelihood"], likelihood, tensors)
     return Posterior(
         tangent.of_logits(likelihood.activation), covariance, likelihood, prior, statistics,
         header["samples"], header["data_factor"], header["temperature"], MethodInfo.from_json(header["method"]),
@@ -134,7 +134,7 @@ def _rebuilt(
 
 
 def _likelihood(
-    path: str | os.PathLike[str], saved: dict[str, Any], likelihood: Likelihood | None, noise: dict[str, Tensor]
+    path: str | os.PathLike[str], saved: dict[str, Any], likelihood: Likelihood | None, tensors: dict[str, Tensor]
 ) -> Likelihood:
     """Returns the user's likelihood, or else the one that the file names, with σ², T, noise and options of the file."""
     if likelihood is None and saved["name"] not in REGISTERED:
@@ -154,8 +154,14 @@ def _likelihood(
     if saved.get("heads"):
         likelihood = likelihood.with_head_numbers(saved["heads"])  # type: ignore[attr-defined]
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
-    options |= {"input_noise": InputNoise(**noise, layer=saved["features"])} if noise else {}
-    return replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
+    fitted: Any = replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
+    for key, part in fitted.regressions.items():
+        noise = {name: value for name, value in under(noise_of_head(key), tensors).items() if "/" not in name}
+        if noise:
+            fitted = fitted.with_regressions(
+                {key: replace(part, input_noise=InputNoise(**noise, layer=saved["features"]))}
+            )
+    return fitted
 
 
 def check_same(

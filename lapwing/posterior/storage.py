@@ -38,8 +38,8 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors = prefixed("covariance", posterior.covariance.tensors()) | prefixed("prior_mean", posterior.prior.mean)
     tensors |= prefixed("statistics", posterior.statistics) | prefixed("history", posterior.history)
     tensors |= prefixed("weights", {name: fingerprint(value) for name, value in state.items()})
-    noise = getattr(likelihood, "input_noise", None)
-    tensors |= {} if noise is None else prefixed("noise", noise.tensors)
+    for key, part in likelihood.regressions.items():
+        tensors |= {} if part.input_noise is None else prefixed(noise_of_head(key), part.input_noise.tensors)
     header = {
         "tangent": to_json(tangent),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
@@ -71,6 +71,11 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     write_safetensors(path, tensors, header)
 
 
+def noise_of_head(key: str | None) -> str:
+    """Returns the place in a file of the noise that a tuning fitted; None is the key of a likelihood without heads."""
+    return "noise" if key is None else f"noise/{key}"
+
+
 def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Raises a ValueError unless tensors are finite, of the right shapes and dtypes, and δ, σ², T and τ positive."""
     kind = COVARIANCES[header["covariance"]["class"]]
@@ -81,7 +86,8 @@ def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[st
         _check_tensor(f"prior_mean/{block.name}", tensors, (block.size,), (tangent.dtype,))
     for name, value in tensors.items():
         checked = not name.startswith(("weights/", "history/")) and value.is_floating_point()
-        if checked and not is_finite(value if name != "noise/df" else 1 / value):  # normal noise has df = inf
+        normal = name.startswith("noise/") and name.endswith("/df")  # its df may be inf
+        if checked and not is_finite(1 / value if normal else value):
             raise ValueError(f"the tensor {name} holds NaN or infinite values")
     likelihood, precision = header["likelihood"], tensors.get("covariance/precision")
     if precision is not None and not (precision > 0).all():

@@ -30,19 +30,26 @@ def last_layer_of(tangent: Tangent) -> str:
 
 
 def features_at(tangent: Tangent, block: str, inputs: Inputs) -> Tensor:
-    """Returns the features (N, F) of B inputs, in the order of the rows of the outputs, N = B or B T positions.
+    """Returns the features (N, F) of B inputs: see `outputs_and_features`."""
+    return outputs_and_features(tangent, block, inputs)[1]
 
-    They are the inputs of a block's last layer: at each position if the layer has the positions of the outputs, else
-    their mean over positions. "" for the block means the outputs themselves. They keep their graph if the inputs
+
+def outputs_and_features(tangent: Tangent, block: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of B inputs in their own shape, and features (N, F) in the order of the N rows of outputs.
+
+    The features are the inputs of a block's last layer: at each position if the layer has the positions of the outputs,
+    else their mean over positions. "" for the block means the outputs themselves. They keep their graph if the inputs
     require gradients.
 
     Cost: one forward pass, in which only this layer is recorded.
     """
     if not block:
-        return tangent.positions.rows(tangent.outputs_of(inputs))
+        shaped = tangent.outputs_of(inputs)
+        return shaped, tangent.positions.rows(shaped)
     every = own_parameters(tangent.model)
     watched = {name: every[name] for name in tangent.named_blocks[block].parameters}
-    frozen, parts = [value for value in watched.values() if not value.requires_grad], []
+    frozen = [value for value in watched.values() if not value.requires_grad]
+    outputs, features = [], []
     for _, chunk in inputs.chunks(tangent.chunk_length(1)):
         recording = tangent.call.recorded(chunk, watched, frozen=frozen, repeats=True)
         noted, (*_, (_, axis, _)) = recording.noted[-1], tangent.plan.uses[block]
@@ -54,5 +61,6 @@ def features_at(tangent: Tangent, block: str, inputs: Inputs) -> Tensor:
         if places.sizes and noted.out.movedim(noted.use.features or 0, -1).shape[:-1] == (chunk.samples, *sizes):
             patches = noted.use.position_inputs(sizes, chunk.samples * places.count)
         rows = mean.repeat_interleave(places.count, 0) if patches is None else torch.cat(list(patches))
-        parts.append(rows if inputs.wants_gradient else rows.detach())
-    return torch.cat(parts)
+        outputs.append(recording.shaped.detach().to(tangent.dtype))
+        features.append(rows if inputs.wants_gradient else rows.detach())
+    return torch.cat(outputs), torch.cat(features)

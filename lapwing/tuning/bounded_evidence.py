@@ -12,7 +12,7 @@ from ..options import at_least, option, positive
 from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from .evidence import Evidence
-from .fitted_noise import rows_wanted
+from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
 from .search import crossing, evenly
@@ -80,6 +80,11 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
+        best = self._with_prior(posterior, training)
+        return with_noise_of_residuals(best, evenly_spaced_batches(training, rows_wanted(best), best))
+
+    def _with_prior(self, posterior: Posterior, training: Training) -> Posterior:
+        """Returns the posterior at the evidence's prior precision within the bound, if δ or σ² is open."""
         if not has_prior(posterior.covariance) or (posterior.prior.fixed and posterior.noise_fixed):
             return posterior
         tuned = Evidence().tune(posterior)
@@ -88,14 +93,12 @@ class BoundedEvidence(Tuning):
         return self._with_bounded_cost(tuned, training)
 
     def tunes_own_prior(self, posterior: Posterior) -> bool:
-        return not posterior.noise_fixed and not has_prior(posterior.covariance)
+        return not has_prior(posterior.covariance) and (not posterior.noise_fixed or rows_wanted(posterior) > 0)
 
     def training_samples(self, posterior: Posterior) -> int:
         if not posterior.noise_fixed:
             return max(inputs_read(posterior, 4 * self.samples), rows_wanted(posterior))
-        if posterior.prior.fixed or posterior.likelihood.needs_noise:
-            return 0
-        return number_of_inputs(posterior, self.samples)
+        return max(0 if posterior.prior.fixed else number_of_inputs(posterior, self.samples), rows_wanted(posterior))
 
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most `nats`."""

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from ..covariance import has_positions, has_prior
 from ..data.samples import Samples
 from ..likelihoods.input_noise import InputNoise
 from ..linalg import double_device, doubled
+from ..methods.passes import Batch
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..prediction.aim import DEFAULT_AIM, Aim
 from ..prediction.linearized import DEFAULT_WAY
-from ..tangent.features import features_at, last_layer_of
-from .noise_shape import LEAST_HELD_OUT, SHAPE_ROWS, ResidualRows, chosen, level, loss
-from .training_kernel import targets_of
+from ..tangent.features import last_layer_of, outputs_and_features
+from .noise_shape import LEAST_HELD_OUT, SHAPE_ROWS, ResidualRows, at_level, chosen
 
 log = logging.getLogger("lapwing")
 
@@ -29,9 +29,20 @@ CHEAP_WEIGHTS, FEW_ROWS = 40_000, 2_000
 """Maximum number of treated weights for which `SHAPE_ROWS` training rows are read, and of rows read otherwise."""
 
 
+class _Part(NamedTuple):
+    """A regression whose noise or tails are open: the likelihood itself, with the key None, or a head of `lw.Joint`."""
+
+    key: str | None
+    likelihood: Any
+    columns: Any  # its outputs
+    floor: Tensor  # σ² of each of them (C,)
+    fixed: bool  # whether the user gave σ²
+    scaled: bool  # whether the latent covariance may get another factor s
+
+
 def rows_wanted(posterior: Posterior) -> int:
     """Returns the number of training rows that the noise of a posterior may read; 0 if it is not open."""
-    if _tails(posterior) is None:
+    if not _open_parts(posterior):
         return 0
     return SHAPE_ROWS if posterior.tangent.size <= CHEAP_WEIGHTS else FEW_ROWS
 
@@ -42,31 +53,27 @@ def with_noise_of_residuals(
     """Returns the posterior with the noise and the tails that predict left-out residuals best, or unchanged.
 
     `training` yields training rows, and `held_out` held-out rows, if there are any. With these the covariance of the
-    outputs may get another factor s: δ/s and s σ², if both are open. A noise variance that the user gave is kept.
+    outputs may get another factor s: δ/s and s σ², if both are open. A noise variance that the user gave is kept. Heads
+    of `lw.Joint` share the covariance, which stays.
 
-    Cost: two forward passes of the training rows, and predictions of the held-out rows.
+    Cost: a forward pass of the training rows, and predictions of the held-out rows.
     """
-    likelihood: Any = posterior.likelihood
-    tails = _tails(posterior)
-    if tails is None:
+    parts, layer = _open_parts(posterior, aim), last_layer_of(posterior.tangent)
+    every = _rows(posterior, training, layer) if parts else None
+    if every is None:
         return posterior
-    floor = (likelihood.noise_variance or 0.0) * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
-    layer, noise = last_layer_of(posterior.tangent), likelihood.noise
-    if posterior.noise_fixed:  # the level is given, and any rows show the tails
-        training, held_out, noise = training if held_out is None else held_out, None, "constant"
-    train = _rows(posterior, training, layer)
-    if train is None:
-        return posterior
-    rows = None if held_out is None else _rows(posterior, held_out, layer, aim)
-    if rows is not None:
-        losses = loss(rows.residuals.square(), floor, math.inf, rows.latent)
-        rows = rows._replace(losses=losses.nan_to_num().sum(1))
-    found = chosen(train, floor, rows, noise, *tails, _is_scaled(posterior, aim))
-    if found is None:
-        return posterior
-    if posterior.noise_fixed:  # also far from the data
-        found = replace(found, whitening=torch.zeros_like(found.whitening[:, :1]))
-    return _with(posterior, replace(found, layer=layer))
+    known = None if held_out is None else _rows(posterior, held_out, layer, aim)
+    for part in parts:
+        train, noise = every.of(part.columns), part.likelihood.noise
+        rows = None if known is None else known.of(part.columns)
+        if part.fixed:  # any rows show the tails
+            train, rows, noise = rows or train, None, "constant"
+        df, may_stay = part.likelihood.tails_to_fit
+        found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled)
+        if found is not None:
+            reads = found.whitening[:, :1] * 0 if part.fixed else found.whitening  # no bound of a given noise
+            posterior = _with(posterior, part.key, replace(found, whitening=reads, layer=layer))
+    return posterior
 
 
 def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterable[Samples], aim: Aim) -> Posterior:
@@ -78,69 +85,65 @@ def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterabl
 
     Cost: a forward pass and predictions of the held-out rows.
     """
-    likelihood: Any = posterior.likelihood
-    tails, noise = _tails(posterior), getattr(former, "input_noise", None)
-    if noise is None or tails is None:
-        return posterior
-    noise, rows = noise.to(torch.device("cpu")), _rows(posterior, held_out, noise.layer, aim)
-    factor = likelihood.noise_variance / former.noise_variance
-    if rows is None or posterior.noise_fixed or int((rows.known()[1] > 0).any(1).sum()) < LEAST_HELD_OUT:
-        return _with(posterior, replace(noise.times(factor), spread=torch.ones_like(noise.spread)))
-    floor = likelihood.noise_variance * likelihood.ratios(torch.ones(posterior.tangent.outputs).double())
-    noise, tail = replace(noise, floor=floor), math.inf if noise.tails is None else tails[0]
-    slopes, far, ones = noise.slope(rows.features)[None], noise.is_far(rows.features), torch.ones_like(rows.counts())
-    offset, spread, df, _ = level(slopes, rows, ones[None], tail, floor, far, _is_scaled(posterior, aim))
-    return _with(posterior, replace(noise, offset=offset[0], spread=spread[0], df=df[0]))
+    parts = [part for part in _open_parts(posterior, aim) if former.regressions[part.key].input_noise is not None]
+    known = _rows(posterior, held_out, former.features_read, aim) if parts else None
+    for part in parts:
+        before, rows = former.regressions[part.key], None if known is None else known.of(part.columns)
+        noise = before.input_noise.to(torch.device("cpu"))
+        if rows is None or part.fixed or len(rows.features) < LEAST_HELD_OUT:
+            noise = noise.times(part.likelihood.noise_variance / before.noise_variance)
+            noise = replace(noise, spread=torch.ones_like(noise.spread))
+        else:
+            df = math.inf if noise.tails is None else part.likelihood.tails_to_fit[0]
+            noise = at_level(replace(noise, floor=part.floor), rows, df, part.scaled)
+        posterior = _with(posterior, part.key, noise)
+    return posterior
 
 
-def _is_scaled(posterior: Posterior, aim: Aim) -> bool:
-    """Whether the latent covariance may get another factor s."""
-    return not posterior.prior.fixed and has_prior(posterior.covariance) and aim.other_way is None
+def _open_parts(posterior: Posterior, aim: Aim = DEFAULT_AIM) -> list[_Part]:
+    """Returns the regressions whose noise or tails are open; those with a noise of each position have none."""
+    found, likelihood, outputs = [], posterior.likelihood, torch.arange(posterior.tangent.outputs)
+    scaled = not posterior.prior.fixed and has_prior(posterior.covariance) and aim.other_way is None
+    for key, part in likelihood.regressions.items():
+        columns = likelihood.columns(key, len(outputs))
+        size, (df, _) = len(outputs[columns]), part.tails_to_fit
+        fixed = posterior.noise_fixed if key is None else likelihood.head_numbers[key][2] is None
+        constant = fixed or part.noise == "constant"
+        if (df is None or not constant) and len(part.noise_ratios or outputs[columns]) == size:
+            floor = (part.noise_variance or 0.0) * part.ratios(torch.ones(size).double())
+            found.append(_Part(key, part, columns, floor, fixed, scaled and key is None and not fixed))
+    return found
 
 
-def _with(posterior: Posterior, noise: InputNoise) -> Posterior:
-    """Returns the posterior with this noise, and with δ/s and s σ²."""
+def _with(posterior: Posterior, key: str | None, noise: InputNoise) -> Posterior:
+    """Returns the posterior with this noise of a part, and with δ/s and s σ²."""
     spread = float(noise.spread)
     if spread != 1:
         posterior = posterior.at(posterior.prior.precision / spread, spread * (posterior.noise_variance or 0.0))
+    log.info("The residuals%s show %s", "" if key is None else f" of {key}", noise)
+    part = posterior.likelihood.regressions[key]
+    part = replace(part, input_noise=noise.to(double_device(posterior.tangent.device)))
     likelihood: Any = posterior.likelihood
-    log.info("The residuals show %s", noise)
-    noise = noise.to(double_device(posterior.tangent.device))
-    return replace(posterior, likelihood=replace(likelihood, input_noise=noise))
-
-
-def _tails(posterior: Posterior) -> tuple[float | None, bool] | None:
-    """Returns ν (inf: normal; None: tuned), and whether the plain law may stay; None if noise and tails are given."""
-    likelihood: Any = posterior.likelihood
-    tails = likelihood.tails_to_fit
-    if tails is None:
-        return None
-    if likelihood.noise_ratios is not None and len(likelihood.noise_ratios) != posterior.tangent.outputs:
-        return None  # of each position
-    constant = likelihood.noise == "constant" or posterior.noise_fixed
-    return tails if tails[0] is None or not constant else None
+    return replace(posterior, likelihood=likelihood.with_regressions({key: part}))
 
 
 @torch.no_grad()
 def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | None = None) -> ResidualRows | None:
-    """Returns the rows with known targets, with variances of f by a way if there is an aim; None without batches."""
+    """Returns the rows of all outputs, with variances of f by a way if there is an aim; None without batches."""
     tangent, parts = posterior.tangent, []
+    likelihood: Any = posterior.likelihood
     for samples in data:
         samples = samples.to(tangent.device)
         inputs = tangent.check(samples.inputs)
-        _, residuals, known = targets_of(posterior, samples)
-        residuals = torch.where(known == 0, torch.nan, residuals)
-        count = len(residuals) // max(1, samples.count)
-        weights = None if samples.weights is None else doubled(samples.weights).repeat_interleave(count)
-        variance: Tensor | None = None
+        outputs, features = outputs_and_features(tangent, layer, inputs)
+        rows = Batch.of(tangent, samples).rows(outputs)
+        residuals, weights = likelihood.residuals(rows["outputs"], rows["targets"]), rows["weights"]
+        weights, variance = (
+            torch.ones_like(residuals[:, 0]) if weights is None else weights,
+            torch.zeros_like(residuals),
+        )
         if aim is not None:
             latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, aim.via or DEFAULT_WAY, False)
-            variance = doubled((latent.rows if has_positions(latent) else latent).variance)
-        features = doubled(features_at(tangent, layer, inputs))
-        seen = ~residuals.isnan().all(1)
-        parts.append([part if part is None else part[seen].cpu() for part in (features, residuals, weights, variance)])
-    if not parts:
-        return None
-    columns: Any = zip(*parts, strict=True)
-    every: Any = [None if column[0] is None else torch.cat(column) for column in columns]
-    return ResidualRows(*every)
+            variance = (latent.rows if has_positions(latent) else latent).variance
+        parts.append([doubled(one).cpu() for one in (features, residuals, weights, variance)])
+    return ResidualRows(*map(torch.cat, zip(*parts, strict=True))) if parts else None

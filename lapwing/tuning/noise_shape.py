@@ -7,19 +7,19 @@ covariance and the degrees of freedom. `chosen` compares them with the plain law
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..likelihoods.input_noise import InputNoise, least_noise, standardised
-from ..linalg import doubled, orthonormal_rows, symmetric_eigen
+from ..linalg import orthonormal_rows, symmetric_eigen
 from .search import descend
 
-RIDGES = 0.1, 1.0, 10.0, 100.0, 1000.0
-"""Candidates for λ, the precision of w in units of the loss of one row."""
+RIDGES = math.inf, 0.1, 1.0, 10.0, 100.0, 1000.0
+"""Candidates for λ, the precision of w in units of the loss of one row; the first makes the noise constant."""
 SHAPE_ROWS, SHAPE_ENTRIES, CHOICE_ROWS = 20_000, 2**24, 2_000
 """Maximum number of training rows, of their features, and of held-out rows times outputs that choose."""
 MOST_DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
@@ -34,30 +34,33 @@ FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, FEW_ERRORS = 5, 30, 200, 1.5
 FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 1500
 """Folds; least rows for another law than the plain one; least gain in standard errors with fewer than FEW rows."""
 LEAST_GAIN, MOST_STEPS, LARGEST_LOG = 1e-6, 60, 60.0
-"""Least gain of a step of `_minimise`, maximum number of steps; largest |log σ²| on the way, over the mean r²."""
+"""Least gain of a step of L-BFGS, maximum number of steps; largest |log σ²| on the way, over the mean r²."""
 CURVATURES = 0.5, 0.25, 0.05
 """Typical second derivatives of the mean loss of a row by b, log s and log(ν - 3), where the search for them starts."""
 
 
 class ResidualRows(NamedTuple):
-    """Rows whose residuals are known.
+    """Rows with residuals, in float64.
 
     Attributes:
         features: φ, (N, F).
         residuals: y - f, (N, C); NaN for a missing target.
-        weights: sample weights (N,), which count as repeated rows; None for ones.
-        latent: variances of f (N, C) for held-out rows, at the plain law's prior precision and noise.
-        losses: `-log p(y)` (N,) of held-out rows by the plain law, which may have been tuned on them.
+        weights: sample weights (N,), which count as repeated rows.
+        latent: variances of f (N, C) for held-out rows, at the plain law's prior precision and noise; else zeros.
     """
 
     features: Tensor
     residuals: Tensor
-    weights: Tensor | None = None
-    latent: Tensor | None = None
-    losses: Tensor | None = None
+    weights: Tensor
+    latent: Tensor
 
     def taken(self, index: Tensor) -> ResidualRows:
-        return ResidualRows(*(part if part is None else part[index.to(part.device)] for part in self))  # type: ignore[arg-type]
+        return ResidualRows(*(part[index] for part in self))
+
+    def of(self, columns: Any) -> ResidualRows:
+        """Returns the rows with known targets among some outputs, for these outputs."""
+        some = self._replace(residuals=self.residuals[:, columns], latent=self.latent[:, columns])
+        return some.taken((some.known()[1] > 0).any(1).nonzero()[:, 0])
 
     def order(self) -> Tensor:
         """Returns a random order of the rows, (N,), the same at every call."""
@@ -66,13 +69,9 @@ class ResidualRows(NamedTuple):
     def at_most(self, count: int) -> ResidualRows:
         return self.taken(self.order()[:count]) if count < len(self.features) else self
 
-    def counts(self) -> Tensor:
-        return doubled(torch.ones_like(self.features[:, 0]) if self.weights is None else self.weights)
-
     def known(self) -> tuple[Tensor, Tensor]:
-        """Returns r² (N, C) and the weights (N, C), both 0 for a missing target, in float64."""
-        known = ~self.residuals.isnan()
-        return torch.where(known, doubled(self.residuals), 0.0).square(), known * self.counts()[:, None]
+        """Returns r² (N, C) and the weights (N, C), both 0 for a missing target."""
+        return self.residuals.nan_to_num().square(), ~self.residuals.isnan() * self.weights[:, None]
 
 
 def chosen(
@@ -89,76 +88,62 @@ def chosen(
     Args:
         train: training rows.
         floor: the plain law's noise variance of each output, (C,), float64.
-        held_out: held-out rows with latent variances and the plain law's losses, or None.
+        held_out: held-out rows with latent variances, or None.
         noise: "constant", "input", or None if the data decide.
         df: ν, see `level`. A tuned ν of `MOST_DF` becomes infinite.
-        normal: whether the plain law is an answer, unless `noise` is "input".
+        normal: whether the plain law is an answer, unless `noise` is "input". If it is not, constant noise takes its
+            place.
         scaled: whether the latent variances may get a factor.
 
-    Cost: 5 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 20 shapes and 18 levels of training rows.
+    Cost: 6 shapes and 31 levels of at most `CHOICE_ROWS` held-out rows, or 24 shapes and 19 levels of training rows.
     """
     # 1. the rows that choose, and which laws are candidates
-    rows, count, least, few = train, FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING
-    some = rows.at_most(max(SHAPE_ROWS // len(floor), few))
+    rows, folds, most, least, few = train, FOLDS_TRAINING, SHAPE_ROWS, LEAST_TRAINING, FEW_TRAINING
     if held_out is not None:
-        rows, count, least, few = held_out, FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT
-        some = rows.at_most(max(CHOICE_ROWS // len(floor), few))
-    informative = int((some.known()[1] > 0).any(1).sum())
-    may_stay = normal and noise != "input"
-    if informative < least and may_stay:
+        rows, folds, most, least, few = held_out, FOLDS_HELD_OUT, CHOICE_ROWS, LEAST_HELD_OUT, FEW_HELD_OUT
+    some = rows.at_most(max(most // len(floor), few))
+    count, may_stay = len(some.features), normal and noise != "input"
+    if count < least and may_stay:
         return None
-    kind = "constant" if noise is None and informative < least else noise
-
-    def candidates(residuals: ResidualRows) -> list[InputNoise]:
-        found = shapes(residuals, floor)
-        constant = replace(found[0], **{name: 0 * getattr(found[0], name) for name in ("weights", "low", "high")})
-        return [constant] if kind == "constant" else found if kind == "input" else [constant, *found]
-
-    # 2. shapes for each fold, and for all rows
-    fold = some.order() % count
-    used = (fold != torch.arange(count)[:, None]).to(floor)  # (folds, N)
-    plain: Tensor | None = some.losses
+    constant = noise == "constant" or (noise is None and count < least)
+    ridges = RIDGES[:1] if constant else RIDGES[1:] if noise == "input" else RIDGES
+    # 2. shapes for all rows and for each fold, and losses (laws, N) of the rows that they leave out
+    final, (squares, weights) = shapes(train, floor, ridges), some.known()
+    fold = some.order() % folds
+    used = (fold != torch.arange(folds)[:, None]).to(floor)  # (folds, N)
+    parts, plain_noise = [final] * folds, floor  # which may have been tuned on the held-out rows
     if held_out is None:
-        final = candidates(rows)
-        slopes = [_slopes(candidates(some.taken((fold != k).nonzero()[:, 0])), some) for k in range(count)]
-        squares, weights = some.known()
-        variances = (used @ (weights * squares)) / (used @ weights)  # (folds, C)
-        plain = (loss(squares, variances.maximum(SMALLEST * floor)[fold], math.inf) * (weights > 0)).sum(1)
-    else:
-        final = candidates(train)
-        slopes = [_slopes(final, some)] * count
-    # 3. losses (laws, N) of the left-out rows, and the best law
+        parts = [shapes(some.taken((fold != k).nonzero()[:, 0]), floor, ridges) for k in range(folds)]
+        plain_noise = ((used @ (weights * squares)) / (used @ weights)).maximum(SMALLEST * floor)[fold]  # (N, C)
+    slopes = torch.stack([shape.slope(some.features) for part in parts for shape in part])
     far = final[0].is_far(some.features)
-    left_out = level(torch.cat(slopes), some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
-    losses = left_out.unflatten(0, (count, -1))[fold, :, torch.arange(len(fold))].T
-    errors = FEW_ERRORS if informative < few else 1.0
-    best = _surest(losses, some.counts(), plain if may_stay else None, kind != "input", errors)
-    if best is None:
+    left_out = level(slopes, some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
+    losses = left_out.unflatten(0, (folds, -1))[fold, :, torch.arange(count)].T
+    # 3. the best law, if it surely gains over the first one
+    if may_stay:
+        plain = (loss(squares, plain_noise, math.inf, some.latent) * (weights > 0)).sum(1)
+        losses = torch.cat([plain[None], losses])
+    mass = some.weights / some.weights.sum()
+    best = int((losses @ mass).argmin())
+    gains = losses[0] - losses[best]
+    error = (mass @ (gains - mass @ gains).square() * mass.square().sum()).sqrt()
+    if noise != "input" and not float(mass @ gains) > (FEW_ERRORS if count < few else 1.0) * float(error):
+        best = 0
+    if may_stay and best == 0:
         return None
     # 4. its level by all rows
-    shape, ones = final[best], torch.ones_like(rows.counts())[None]
-    slope, far = _slopes([shape], rows), shape.is_far(rows.features)
-    offset, spread, tail, _ = level(slope, rows, ones, df, floor, far, scaled)
-    if held_out is None:
-        offset = (floor / (rows.counts() / rows.counts().sum() @ slope.exp())).log()
-    return replace(shape, offset=offset[0], spread=spread[0], df=tail[0] if tail < MOST_DF else tail[0] + math.inf)
+    law = at_level(final[best - may_stay], rows, df, scaled)
+    if held_out is not None:
+        return law
+    mass = rows.weights / rows.weights.sum()
+    return replace(law, offset=(floor / (mass @ law.slope(rows.features).exp())).log())
 
 
-def _surest(losses: Tensor, counts: Tensor, plain: Tensor | None, has_constant: bool, errors: float) -> int | None:
-    """Returns the law with the least mean of its losses (laws, N), if it gains some paired standard errors.
-
-    `plain` holds the plain law's losses (N,); None as the answer is the plain law. If `plain` is None, the reference
-    is the first law if its variance is constant. Otherwise the best law needs no gain.
-    """
-    mass = counts / counts.sum()
-    best = int((losses @ mass).argmin())
-    if plain is None and not has_constant:
-        return best
-    gains = (losses[0] if plain is None else doubled(plain)) - losses[best]
-    error = (mass @ (gains - mass @ gains).square() * mass.square().sum()).sqrt()
-    if float(mass @ gains) > errors * float(error):
-        return best
-    return 0 if plain is None else None
+def at_level(noise: InputNoise, rows: ResidualRows, df: float | None, scaled: bool) -> InputNoise:
+    """Returns the noise with b, s and ν of `level` by all rows. A tuned ν of `MOST_DF` becomes infinite."""
+    slope, far = noise.slope(rows.features)[None], noise.is_far(rows.features)
+    offset, spread, tail, _ = level(slope, rows, torch.ones_like(rows.weights)[None], df, noise.floor, far, scaled)
+    return replace(noise, offset=offset[0], spread=spread[0], df=tail[0] if tail < MOST_DF else tail[0] + math.inf)
 
 
 def shapes(
@@ -178,41 +163,42 @@ def shapes(
     """
     # 1. standardised features z (N, F)
     rows = rows.at_most(min(SHAPE_ROWS, SHAPE_ENTRIES // rows.features.shape[1]))
-    features, (squares, weights) = doubled(rows.features), rows.known()
-    mass = rows.counts() / rows.counts().sum()
+    features, (squares, weights) = rows.features, rows.known()
+    mass = rows.weights / rows.weights.sum()
     centre = mass @ features
     deviation = (mass @ (features - centre).square()).sqrt()
     scale = torch.where(deviation > CONSTANT * features.abs().amax(0), 1 / deviation, 0.0)
     z = standardised(features, centre, scale)
     # 2. principal components z U (N, F') and their variances (F',)
-    many = z.shape[1] > MOST_DIRECTIONS
-    basis = (
-        orthonormal_rows(z[:PRINCIPAL_ROWS], MOST_DIRECTIONS, whole=False).T if many else torch.eye(z.shape[1]).to(z)
-    )
+    basis = torch.eye(z.shape[1]).to(z)
+    if len(basis) > MOST_DIRECTIONS:
+        basis = orthonormal_rows(z[:PRINCIPAL_ROWS], MOST_DIRECTIONS, whole=False).T
+    variances, vectors = symmetric_eigen((z @ basis).T * mass @ (z @ basis))
+    basis = basis @ vectors
     components = z @ basis
-    variances, vectors = symmetric_eigen(components.T * mass @ components)
-    basis, components = basis @ vectors, components @ vectors
     # 3. for each output all λ at once: w = U P p, with P^-2 the curvature at constant noise
-    precisions = z.new_tensor(ridges)
+    precisions = z.new_tensor(ridges)[:, None]
 
     def fitted(square: Tensor, weight: Tensor, least: Tensor) -> Tensor:
         total = weight.sum().clamp_min(SMALLEST)
         mean = (weight @ square / total).maximum(least)
-        unit, scales = (square / mean).clamp_min(SMALLEST), (0.5 * variances + 2 * precisions[:, None] / total).rsqrt()
+        unit = (square / mean).clamp_min(SMALLEST)
+        scales = (0.5 * variances + 2 * precisions / total).rsqrt()  # 0 for an infinite λ
+        penalty = (0.5 * variances / precisions + 2 / total).reciprocal()  # λ P²
 
         def objective(point: Tensor) -> Tensor:
             w = point[:, :-1] * scales  # (K, F')
             noise = (w @ components.T + point[:, -1:]).clamp(-LARGEST_LOG, LARGEST_LOG).exp()
-            return (loss(unit, noise, df) @ weight + precisions * w.square().sum(1)) / total
+            return (loss(unit, noise, df) @ weight + (penalty * point[:, :-1].square()).sum(1)).sum() / total
 
-        point = _minimise(objective, z.new_zeros(len(precisions), len(variances) + 1), z.new_ones(len(variances) + 1))
+        point = descend(objective, z.new_zeros(len(ridges), len(variances) + 1), MOST_STEPS, LEAST_GAIN)
         return torch.cat([(point[:, :-1] * scales) @ basis.T, point[:, -1:] + mean.log()], 1)
 
-    solutions = [fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)]
+    solutions = torch.stack([fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)], 1)
     # 4. the range of wᵀz and the distances of the rows
-    noises, one, whitening = [], torch.ones_like(floor[0]), basis * (variances + 2 / rows.counts().sum()).rsqrt()
+    noises, one, whitening = [], torch.ones_like(floor[0]), basis * (variances + 2 / rows.weights.sum()).rsqrt()
     reach = _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - PART_BEYOND, mass)[0]
-    for w, b in ((solution[:, :-1], solution[:, -1]) for solution in torch.stack(solutions, 1)):  # (C, F), (C,)
+    for w, b in zip(solutions[..., :-1], solutions[..., -1], strict=True):  # (C, F), (C,)
         low, high = (_quantile(z @ w.T, part, mass) for part in (PART_BEYOND, 1 - PART_BEYOND))
         noises.append(InputNoise(centre, scale, w, low, high, b, floor, whitening, reach, one, one * df))
     return noises
@@ -223,11 +209,11 @@ def level(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Minimises the loss of noise variances `exp(b_c + slope_c)` plus s times the latent variances over b, s and ν.
 
-    The priors of log s and log(ν - 3) weigh as much as one row. Without latent variances s is 1.
+    The priors of log s and log(ν - 3) weigh as much as one row.
 
     Args:
         slopes: `InputNoise.slope` of K shapes, (K, N, C).
-        rows: rows with residuals and, if held out, latent variances.
+        rows: rows with residuals and latent variances.
         parts: factors (K, N) of the sample weights: 0 for a row of the left-out fold.
         df: ν; `math.inf` for normal noise, and None to tune ν >= `LEAST_DF`.
         floor: the plain law's noise variance (C,), see `least_noise`.
@@ -240,31 +226,30 @@ def level(
     Cost: about 20 evaluations of K N C densities and their gradients.
     """
     squares, known = rows.known()
-    weights, latent, outputs = parts[:, :, None] * known, rows.latent, squares.shape[1]
+    weights, outputs, spreads = parts[:, :, None] * known, squares.shape[1], bool(rows.latent.any())
     total, of_output = weights.sum((1, 2)), weights.sum(1)
     ratio = (weights * squares).sum(1) / (weights * slopes.exp()).sum(1)  # (K, C)
     start = torch.where(of_output > 0, ratio.maximum(SMALLEST * floor), floor).log()
 
     def numbers(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spread = (
-            torch.ones_like(point[:, 0]) if latent is None or not scaled else point[:, outputs].clamp(-10.0, 10.0).exp()
-        )
+        spread = point[:, outputs].clamp(-10.0, 10.0).exp() if scaled else torch.ones_like(point[:, 0])
         tuned = (LEAST_DF + (TYPICAL_DF - LEAST_DF) * point[:, -1].exp()).clamp_max(MOST_DF)
         return start + point[:, :outputs], spread, tuned if df is None else torch.full_like(tuned, df)
 
     def losses(point: Tensor) -> Tensor:
         offset, spread, tail = (number.reshape(len(point), 1, -1) for number in numbers(point))
-        noise, wide = (offset + slopes).exp(), None if latent is None else spread * doubled(latent)
+        noise, wide = (offset + slopes).exp(), spread * rows.latent if spreads else None
         if wide is not None:
             noise = torch.where(far, noise.maximum(least_noise(floor, wide, spread, tail)), noise)
         return torch.where(known > 0, loss(squares, noise, df if df == math.inf else tail, wide), 0.0)
 
-    def objective(point: Tensor) -> Tensor:
+    def objective(place: Tensor) -> Tensor:
+        point = place * steps
         prior = 0.25 * point[:, outputs].square() + 0.1 * point[:, -1].square()
-        return ((weights * losses(point)).sum((1, 2)) + prior) / total
+        return (((weights * losses(point)).sum((1, 2)) + prior) / total).sum()
 
-    curvatures = start.new_tensor([CURVATURES[0]] * outputs + [*CURVATURES[1:]])
-    point = _minimise(objective, start.new_zeros(len(slopes), outputs + 2), curvatures)
+    steps = start.new_tensor([CURVATURES[0]] * outputs + [*CURVATURES[1:]]).rsqrt()
+    point = descend(objective, start.new_zeros(len(slopes), outputs + 2), MOST_STEPS, LEAST_GAIN) * steps
     with torch.no_grad():
         return *numbers(point), losses(point).sum(2)
 
@@ -284,18 +269,8 @@ def loss(squares: Tensor, noise: Tensor, df: Tensor | float, latent: Tensor | No
     return volume + (df + 1) / 2 * torch.log1p(squares / width)
 
 
-def _slopes(noises: Sequence[InputNoise], rows: ResidualRows) -> Tensor:
-    return torch.stack([noise.slope(rows.features) for noise in noises])
-
-
 def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
     """Returns the smallest of the values (N, C) with at least a part of the weight at or below it, (C,)."""
     ordered, order = values.sort(0)
     below = (counts[order].cumsum(0) < part * counts.sum()).sum(0)
     return ordered.gather(0, below.clamp_max(len(values) - 1)[None])[0]
-
-
-def _minimise(function: Callable[[Tensor], Tensor], start: Tensor, curvatures: Tensor) -> Tensor:
-    """Returns minimisers (K, p) of K functions, (K, p) -> (K,), whose Hessians are about diag(curvatures (p,))."""
-    scale = curvatures.rsqrt()
-    return descend(lambda point: function(point * scale).sum(), start / scale, MOST_STEPS, LEAST_GAIN) * scale

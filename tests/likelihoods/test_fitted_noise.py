@@ -539,3 +539,138 @@ def test_heads_have_the_tails_that_are_given():
     assert (prediction["a"].df, prediction["b"].df) == (4.0, None)
     torch.testing.assert_close(prediction["a"].variance, 0.3 + latent.variance[:, :2])
     torch.testing.assert_close(prediction["b"].variance, 0.2 + latent.variance[:, 2:])
+
+
+# --- heads of lw.Joint -----------------------------------------------------------------------------------------------
+
+
+def joint(noise: Any = None) -> lw.Joint:
+    """A class, two outputs of one head, and one output of another, in an order of their own."""
+    every = {"kind": lw.Bernoulli(), "pair": lw.Gaussian(noise=noise), "one": lw.StudentT()}
+    return lw.Joint(every, {"pair": [2, 0], "one": [3], "kind": [1]})
+
+
+@cache
+def heads() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    x, y = targets(400, 1)
+
+    def loss() -> Tensor:
+        f = model(x)
+        squares = (f[:, [2, 0]] - y["pair"]).square().mean() + (f[:, 3] - y["one"]).square().mean()
+        return squares + nn.functional.binary_cross_entropy_with_logits(f[:, 1], y["kind"].double())
+
+    return train(model, loss, 150, 0.03)
+
+
+def targets(rows: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Targets of the three heads; the noise of the pair grows with the first input, and the other head has tails."""
+    x, y = data(rows, seed, 3)
+    student = torch.distributions.StudentT(torch.tensor(4.0, dtype=F64))
+    torch.manual_seed(seed)
+    return x, {"pair": y[:, 1:], "one": x[:, 1] + 0.2 * student.sample((rows,)), "kind": (y[:, 0] > 0).long()}
+
+
+@cache
+def of_heads(held_out: bool = True, noise: Any = None, **options: Any) -> lw.Posterior:
+    validation = targets(200, 2) if held_out else None
+    return lw.fit(heads(), targets(400, 1), lw.KFAC(), likelihood=joint(noise), validation=validation, **options)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_head_has_the_noise_of_a_fit_of_its_own(held_out):
+    """With hardly any variance of the weights: the curvatures of the fits have other outputs."""
+    every = of_heads(held_out, "input", prior_precision=1e6)
+    (x, y), (known, of_known), options = targets(400, 1), targets(200, 2), {"prior_precision": 1e6}
+    prediction, test = every.predict(FAR), targets(60, 3)[1]
+    for key, columns, likelihood in (("pair", [2, 0], lw.Gaussian(noise="input")), ("one", [3], lw.StudentT())):
+        alone = lw.fit(
+            heads(), (x, y[key]), lw.KFAC(), forward=lambda model, x, columns=columns: model(x)[:, columns],
+            likelihood=likelihood, validation=(known, of_known[key]) if held_out else None, **options,
+        )  # fmt: skip
+        mine, theirs = every.likelihood.likelihoods[key].input_noise, alone.likelihood.input_noise
+        torch.testing.assert_close(mine.weights, theirs.weights)
+        level = every.likelihood.likelihoods[key].noise_variance / alone.noise_variance
+        near, expected = prediction[key].aleatoric_variance[:60], alone.predict(FAR).aleatoric_variance[:60]
+        torch.testing.assert_close(near, expected * (1 if held_out else level), rtol=0.05, atol=0)
+        torch.testing.assert_close(mine.df, theirs.df, rtol=0.02, atol=0)
+        assert near.max() > 4 * near.min() or key == "one"
+    wanted = naive(every.likelihood.likelihoods["pair"].input_noise, inputs_of(heads()[2], heads(), FAR),
+                   prediction["pair"].epistemic_variance)  # fmt: skip
+    torch.testing.assert_close(prediction["pair"].aleatoric_variance, wanted)
+    constant = of_heads(held_out, "constant", prior_precision=1e6)
+    gain = [posterior.predict(TEST[0])["pair"].log_prob(test["pair"]).mean() for posterior in (every, constant)]
+    assert gain[0] > gain[1] + 0.05
+
+
+def test_parts_of_a_prediction_of_heads_have_the_same_noise():
+    posterior, (x, y) = of_heads(), targets(60, 3)
+    prediction, draws = posterior.predict(x), posterior.predict(x).sample(20_000)
+    assert prediction["one"].df == posterior.likelihood.likelihoods["one"].input_noise.tails
+    for key in ("pair", "one"):
+        one = prediction[key]
+        torch.testing.assert_close(draws[key].var(0), one.variance, rtol=0.35, atol=0)
+        torch.testing.assert_close(one.distribution().log_prob(y[key].reshape(one.mean.shape)).reshape(60, -1).sum(1),
+                                   one.log_prob(y[key]))  # fmt: skip
+        low, high = one.interval(0.8)
+        inside = ((draws[key] >= low) & (draws[key] <= high)).double().mean((0, 1))
+        torch.testing.assert_close(inside, torch.full_like(inside, 0.8), rtol=0, atol=3e-3)
+        known = y[key].reshape(one.mean.shape)
+        crps = (draws[key] - known).abs().mean() - (draws[key][::2] - draws[key][1::2]).abs().mean() / 2
+        torch.testing.assert_close(one.crps(known).mean(), crps, rtol=0.03, atol=0)
+    explained = posterior.explain(x).noise  # one, pair and kind in the order of the keys
+    torch.testing.assert_close(explained[:, 1:2], prediction["one"].aleatoric_variance)
+    assert "by the inputs of layer 2" in str(posterior)
+
+
+def test_heads_are_saved_and_updated(tmp_path):
+    posterior, x = of_heads(), FAR
+    posterior.save(tmp_path / "heads.safetensors")
+    again = lw.load(tmp_path / "heads.safetensors", heads(), likelihood=joint())
+    updated = posterior.update(targets(100, 4))
+    for other in (again, copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior)), updated):
+        for key in ("pair", "one"):
+            mine, theirs = (p.likelihood.likelihoods[key].input_noise for p in (other, posterior))
+            assert all(torch.equal(value, theirs.tensors[name]) for name, value in mine.tensors.items())
+            if other is not updated:
+                assert torch.equal(other.predict(x)[key].interval()[0], posterior.predict(x)[key].interval()[0])
+    # a fourfold variance of one head moves the level of this head
+    f, (known, y) = heads()(targets(200, 2)[0]).detach(), targets(200, 2)
+    noisier = {**y, "pair": f[:, [2, 0]] + 2 * (y["pair"] - f[:, [2, 0]])}
+    tuned = posterior.update(targets(100, 4), tune=lw.Validation((known, noisier)))
+    for key, factor in (("pair", 4.0), ("one", 1.0)):
+        mine, theirs = (p.likelihood.likelihoods[key].input_noise for p in (tuned, posterior))
+        assert torch.equal(mine.weights, theirs.weights)
+        ratio = tuned.predict(TEST[0])[key].aleatoric_variance / posterior.predict(TEST[0])[key].aleatoric_variance
+        assert float(ratio.median()) == pytest.approx(factor, rel=0.4)
+
+
+def test_missing_targets_and_weights_of_heads():
+    x, y = targets(400, 1)
+    options: dict[str, Any] = {"method": lw.KFAC(), "likelihood": joint("input"),
+                               "validation": targets(200, 2)}  # fmt: skip
+    weights = 1 + (torch.arange(400) % 3 == 0).double()
+    repeated = torch.arange(400).repeat_interleave(weights.long())
+    weighed = lw.fit(heads(), (x, y, weights), sample_weights=True, **options)
+    plain = lw.fit(heads(), (x[repeated], {key: one[repeated] for key, one in y.items()}), **options)
+    for key in ("pair", "one"):
+        found, wanted = (p.predict(TEST[0])[key].std for p in (weighed, plain))
+        torch.testing.assert_close(found, wanted, rtol=3e-3, atol=0)
+    # rows without a target of the pair are no rows for its noise
+    more, holes = torch.cat([x, 5 * x[:50]]), torch.full((50, 2), torch.nan, dtype=F64)
+    some = {"pair": torch.cat([y["pair"], holes]), **{key: torch.cat([y[key], y[key][:50]]) for key in ("one", "kind")}}
+    found, wanted = (lw.fit(heads(), rows, **options).likelihood.likelihoods["pair"].input_noise
+                     for rows in ((more, some), (x, y)))  # fmt: skip
+    torch.testing.assert_close(found.weights, wanted.weights)
+    torch.testing.assert_close(found.offset, wanted.offset, rtol=0.02, atol=0)
+
+
+def test_heads_are_deployed():
+    posterior = of_heads(params=lw.last_layer)
+    predictor = lw.deploy(posterior, FAR[:40])
+    found, prediction = dict(zip(predictor.returns, predictor(FAR[:20]), strict=True)), posterior.predict(FAR[:20])
+    for key in ("pair", "one"):
+        torch.testing.assert_close(found[f"{key}_mean"], prediction[key].mean)
+        torch.testing.assert_close(found[f"{key}_variance"], prediction[key].variance, rtol=1e-6, atol=1e-9)
+    assert float(found["one_df"]) == prediction["one"].df

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
 
 import lapwing as lw
+from tests.trained import train
 
 F64 = torch.float64
 torch.manual_seed(0)
@@ -267,3 +269,41 @@ def test_real_numbers_are_no_labels():
             ):
                 with pytest.raises(lw.LapwingError):
                     refused()
+
+
+def test_two_numbers_and_a_class_of_a_real_table(data_folder):
+    """Total and motor score of Parkinson's patients, and their sex: noise by the input gains in both numbers."""
+    found = np.load(data_folder / "uci_parkinsons.npz")
+    x = torch.from_numpy(np.c_[found["X"], found["y"], found["y_motor"]])
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:4000]]
+    sex = x[:, 1].long()
+    x = ((x - x[:2000].mean(0)) / x[:2000].std(0)).float()
+    y, x = {"total": x[:, -2], "motor": x[:, -1], "sex": sex}, torch.cat([x[:, :1], x[:, 2:-2]], 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(18, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3))
+
+    def loss():
+        some = torch.randint(2000, (200,))
+        f = model(x[some])
+        squares = (f[:, 0] - y["total"][some]).square().mean() + (f[:, 1] - y["motor"][some]).square().mean()
+        return squares + nn.functional.binary_cross_entropy_with_logits(f[:, 2], sex[some].float())
+
+    train(model, loss, 600, 5e-3)
+    fit, held_out, test = (
+        (x[some], {key: v[some] for key, v in y.items()}) for some in torch.arange(4000).split([2000, 400, 1600])
+    )
+    for validation in (held_out, None):
+        densities = {}
+        for noise in (None, "constant"):
+            heads = {"total": lw.Gaussian(noise=noise), "motor": lw.Gaussian(noise=noise), "sex": lw.Bernoulli()}
+            joint = lw.Joint(heads, {"total": [0], "motor": [1], "sex": [2]})
+            posterior = lw.fit(model, fit, lw.KFAC(), likelihood=joint, validation=validation)
+            prediction = posterior.predict(test[0])
+            densities[noise] = {key: float(prediction[key].log_prob(test[1][key]).mean()) for key in y}
+            for key in ("total", "motor"):
+                low, high = prediction[key].interval(0.9)
+                covers = float(((low <= test[1][key][:, None]) & (test[1][key][:, None] <= high)).float().mean())
+                assert 0.86 < covers < 0.94 or validation is None
+        assert densities[None]["sex"] == densities["constant"]["sex"]
+        for key in ("total", "motor"):
+            assert densities[None][key] > densities["constant"][key] + 0.03

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -205,8 +205,9 @@ REFUSED = [
     # several heads
     (lambda: lw.Joint({"a": Gaussian()}, {"a": slice(1)}), "at least two keys"),
     (lambda: lw.Joint({"a": Gaussian(), "b": Poisson()}, {"a": slice(1), "c": slice(1)}), "for the same keys"),
-    (lambda: lw.Joint({"a": Gaussian(noise="input"), "b": Poisson()}, {"a": slice(1), "b": slice(1)}),
-     "the head 'a' has noise='input'"),
+    (lambda: fitted(network(), joint=replace(JOINT, likelihoods={**JOINT.likelihoods, "box": Gaussian(noise="input")}),
+                    tune=None),
+     "noise='input' is fitted by a tuning"),
     (lambda: packed({"a": X, "b": X[:3]}), "the same B"),
     (lambda: fitted(network(), joint=None), "keys ['box', 'kind'], and the likelihood has no heads … lw.Joint"),
     (lambda: fitted(network(), {"kind": Y["kind"], "other": Y["box"]}), "keys ['kind', 'other'], and the"),
