@@ -21,6 +21,6 @@ def with_input_noise(posterior: lw.Posterior, x: Tensor, layer: str, df: float =
     weights = torch.randn(len(ones), len(centre), generator=torch.Generator().manual_seed(0)).double()
     noise = InputNoise(
         centre, scale, weights, -3 * ones, 2 * ones, ones.cumsum(0) - 5, 0.01 * ones, torch.eye(len(centre)).double(),
-        1.01 * distances.median(), 0.2 * ones[0], df * ones[0], layer,
+        1.01 * distances.median(), 0.2, df, layer,
     )  # fmt: skip
     return replace(posterior, likelihood=replace(posterior.likelihood, input_noise=noise))

@@ -481,12 +481,6 @@ def test_noise_in_onnx(dtype: torch.dtype, tmp_path: Path) -> None:
         assert float(df) == 4.0
 
 
-def test_the_tails_of_noise_are_not_read_from_a_device_again() -> None:
-    """A traced graph cannot decide by the values of a tensor."""
-    noise = with_noise()[0].likelihood.input_noise
-    assert noise.to(torch.device("meta")).tails == noise.tails == 4.0
-
-
 def test_noise_beside_novelty_and_latents() -> None:
     posterior, inputs = with_noise()
     detector = lw.novelty(posterior.model, (inputs(30), inputs(30)[:, :1]))

@@ -74,6 +74,8 @@ class Likelihood(Options, ABC, Generic[P]):
     """Whether y is Gaussian around f, so `lw.Validation` computes the best factor of its variance in closed form."""
     one_output_per_target: ClassVar[bool] = True
     """Whether output c of the network is for component c of y."""
+    by_name: ClassVar[dict[str, Any]] = {}
+    """Options that the name of the class means in `lw.fit(..., likelihood=name)`, if they are not the defaults."""
     logit_temperature: float | None = None
     """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
     logit_map: tuple[float, ...] = ()
@@ -84,11 +86,6 @@ class Likelihood(Options, ABC, Generic[P]):
         super().__init_subclass__(**options)
         if "fisher_root" in vars(cls) and "fisher_parts" not in vars(cls):
             cls.fisher_parts = Likelihood.fisher_parts  # type: ignore[method-assign]
-
-    @classmethod
-    def by_name(cls) -> Likelihood[P]:
-        """Returns the likelihood that the name of the class means in `lw.fit(..., likelihood=name)`."""
-        return cls()
 
     @property
     def default_link(self) -> Link:

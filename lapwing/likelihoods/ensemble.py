@@ -125,15 +125,13 @@ def _gaussians(members: Sequence[RegressionPrediction]) -> dist.Distribution:
             "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
             "out: write mixture.predict(x)."
         )
-    join: Any = torch.stack
-    if any(member.df is not None for member in members):
-        laws = [replace(member, df=member.df or NEARLY_NORMAL)._law(joint=False) for member in members]
-        join = torch.stack if members[0].latent.draws is None else torch.cat
+    tails, draws = any(member.df is not None for member in members), members[0].latent.draws
+    if tails or draws is not None:
+        laws = [replace(one, df=(one.df or NEARLY_NORMAL) if tails else None)._law(joint=False) for one in members]
+        join: Any = torch.stack if draws is None else torch.cat
         return GaussianPlusNoise(*(join(values, 1) for values in zip(*(law.parts for law in laws), strict=True)))
     parts: list[Any] = [member.distribution() for member in members]
-    if isinstance(parts[0], dist.MixtureSameFamily):  # of S weight draws
-        parts, join = [part.component_distribution for part in parts], torch.cat
-    mean = join([part.mean for part in parts], 1)
+    mean = torch.stack([part.mean for part in parts], 1)
     if isinstance(parts[0], dist.Independent):
-        return dist.Independent(dist.Normal(mean, join([part.stddev for part in parts], 1)), 1)
-    return dist.MultivariateNormal(mean, scale_tril=join([part.scale_tril for part in parts], 1))
+        return dist.Independent(dist.Normal(mean, torch.stack([part.stddev for part in parts], 1)), 1)
+    return dist.MultivariateNormal(mean, scale_tril=torch.stack([part.scale_tril for part in parts], 1))

@@ -42,8 +42,6 @@ def _variances(value: Any) -> float | tuple[float, ...]:
 
 VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
-FITTED = instance_of("the noise of a fitted likelihood", InputNoise)
-
 
 @register_likelihood
 @dataclass(frozen=True, repr=False)
@@ -82,11 +80,12 @@ class Gaussian(Likelihood[RegressionPrediction]):
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")
     noise: Literal["constant", "input"] | None = None
     tails: Literal["normal"] | None = "normal"
-    input_noise: InputNoise | None = option(None, FITTED)  # that a tuning fitted
+    input_noise: InputNoise | None = option(None, instance_of("the noise of a fitted likelihood", InputNoise))
     name: ClassVar[str] = "gaussian"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     selects_outputs: ClassVar[bool] = True
     has_closed_width: ClassVar[bool] = True
+    by_name: ClassVar[dict[str, Any]] = {"tails": None}
 
     def __post_init__(self) -> None:
         """Stores several noise variances as their mean and ratios."""
@@ -112,10 +111,6 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise = self.noise_variance if self.noise_variance is None else float(f"{self.noise_variance:.4g}")
         text = f"{type(self).__name__}(noise_variance={noise}{text})"
         return text if self.input_noise is None else f"{text} with {self.input_noise}"
-
-    @classmethod
-    def by_name(cls) -> Gaussian:
-        return cls(tails=None)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         check_real_targets("Gaussian", outputs.shape, outputs.device, targets, self.missing)
@@ -268,7 +263,9 @@ class Gaussian(Likelihood[RegressionPrediction]):
             variance = variance.new_zeros(len(variance), len(noise.offset)).scatter(1, latent.outputs, variance)
         noise = noise.to(double_device(features.device))  # from a file or another process it is on the CPU
         ratios = noise.variance(features, variance) / prediction.noise_variance  # (N, C)
-        return replace(prediction, noise_ratios=ratios.to(prediction.mean), df=noise.tails)
+        return replace(
+            prediction, noise_ratios=ratios.to(prediction.mean), df=None if math.isinf(noise.df) else noise.df
+        )
 
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None

@@ -58,7 +58,7 @@ def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihoo
     if not targets.is_floating_point():
         return Categorical()
     _check_not_labels(targets, data)
-    return Gaussian.by_name()
+    return Gaussian(tails=None)
 
 
 def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:

@@ -68,19 +68,16 @@ def bisected(
     return low, high
 
 
-def mixture_quantile(
-    draws: Tensor, variance: Tensor | float, probability: float, weights: Tensor | None = None
-) -> Tensor:
+def mixture_quantile(means: Tensor, variances: Tensor, weights: Tensor, probability: float) -> Tensor:
     """Returns the quantile (B, C) of the mixture `Σ_s w_s N(f_s, σ_s²)` of every output, by bisection.
 
-    The means f are (S, B, C), the variance is one number or (S, B, C), and w (S, 1, 1) sum to 1; None means 1/S. A
-    Newton step from the detached root makes the result differentiable in the draws (implicit function theorem).
+    Means and variances are (S, B, C) in float64, and w (S, 1, 1) sum to 1. A Newton step from the detached root makes
+    the result differentiable in the means and variances (implicit function theorem).
     """
-    means = draws.double()
-    scale = torch.as_tensor(variance, dtype=means.dtype, device=means.device).sqrt()
+    scale = variances.sqrt()
 
     def average(values: Tensor) -> Tensor:
-        return values.mean(0) if weights is None else (weights * values).sum(0)
+        return (weights * values).sum(0)
 
     # 1. F(y) = Σ_s w_s Φ((y - f_s)/σ_s) is at most p below all quantiles of the components, at least p above them
     with torch.no_grad():
@@ -96,9 +93,8 @@ def mixture_quantile(
     excess = average(torch.special.ndtr((root - means) / scale)) - probability
     step = excess / density
     # 4. the value moves by at most the bracket and 1e-9 σ, the derivatives stay
-    smallest = scale.detach().amin(0) if scale.ndim else scale
-    limit = (high - low).detach() + 1e-9 * smallest  # density is 0 between distant components: Newton would diverge
-    return (root - step + (step - step.clamp(-limit, limit)).detach()).to(draws.dtype)
+    limit = high - low + 1e-9 * scale.detach().amin(0)  # density is 0 between distant components: Newton would diverge
+    return root - step + (step - step.clamp(-limit, limit)).detach()
 
 
 class NormalsPrediction(RealPrediction):
@@ -109,8 +105,7 @@ class NormalsPrediction(RealPrediction):
         """Returns means and variances (S, B, C) of the normals and their weights (S, 1, 1), in float64."""
 
     def _quantile(self, probability: float) -> Tensor:
-        means, variances, weights = self._normals()
-        return mixture_quantile(means, variances, probability, weights).to(self.mean)
+        return mixture_quantile(*self._normals(), probability).to(self.mean)
 
     def _below(self, y: Tensor) -> Tensor:
         means, variances, weights = self._normals()

@@ -58,7 +58,8 @@ def resolve(likelihood: Any) -> Likelihood:
         _check_name(type(likelihood))
         return likelihood
     if isinstance(likelihood, str) and likelihood in REGISTERED:
-        return REGISTERED[likelihood].by_name()
+        kind = REGISTERED[likelihood]
+        return kind(**kind.by_name)
     if isinstance(likelihood, type):
         raise LapwingError(
             f"The likelihood is the class {likelihood.__name__}. Pass an instance: likelihood={likelihood.__name__}()."

@@ -17,7 +17,7 @@ from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, seeded
 from .links import at_least_float32, latent_nodes
-from .mixtures import NormalsPrediction, bisected, known_covariance, known_residuals, mixture_of, mixture_quantile
+from .mixtures import NormalsPrediction, bisected, known_covariance, known_residuals
 from .predictions import RealPrediction
 from .student import GaussianPlusNoise, noise_nodes, student_normals
 from .targets import check_real_targets, check_target_shape
@@ -73,12 +73,10 @@ class RegressionPrediction(NormalsPrediction):
         return noise * ratios
 
     def _quantile(self, probability: float) -> Tensor:
-        if self.df is not None:
+        if self.df is not None or self.latent.draws is not None:
             return super()._quantile(probability)
-        draws, sign = self._draws(), 1.0 if probability > 0.5 else -1.0
-        if draws is None:
-            return self.mean + sign * NormalDist().inv_cdf(max(probability, 1.0 - probability)) * self.std
-        return mixture_quantile(draws, self._noise, probability)
+        sign = 1.0 if probability > 0.5 else -1.0
+        return self.mean + sign * NormalDist().inv_cdf(max(probability, 1.0 - probability)) * self.std
 
     def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
         draws = self._draws()
@@ -140,21 +138,13 @@ class RegressionPrediction(NormalsPrediction):
         """Returns y as a `torch.distributions` object with batch shape (B,) and event shape (C,).
 
         This is a Normal for one output, a MultivariateNormal for several, a LowRankMultivariateNormal for linearised
-        draws, and a mixture for weight draws. A joint latent gives batch shape () and event shape (B·C,), inputs first.
-        With Student t noise it is a mixture of Normals for one output, and a `GaussianPlusNoise` for several.
+        draws, with Student t noise a `GaussianPlusNoise`, and for weight draws a mixture of these. A joint latent gives
+        batch shape () and event shape (B·C,), inputs first.
         """
-        mean, draws = self.mean, self._draws()
-        if self.df is not None and mean.shape[-1] == 1 and not self.latent.joint:
-            means, variances, weights = (values.to(mean) for values in self._normals())
-            return mixture_of(dist.Normal, weights, means, variances.sqrt())
-        if draws is not None:
-            centres = draws.flatten(1) if self.latent.joint else draws.transpose(0, 1)  # (S, B·C) or (B, S, C)
-            chances = dist.Categorical(logits=torch.zeros_like(centres[..., 0]))
-            if self.df is not None:
-                return dist.MixtureSameFamily(chances, self._law(self.latent.joint))
-            noise = self._noise_like(centres[0] if self.latent.joint else mean).sqrt()
-            noise = (noise if self.latent.joint else noise[:, None]).expand_as(centres)
-            return dist.MixtureSameFamily(chances, dist.Independent(dist.Normal(centres, noise), 1))
+        mean = self.mean
+        if self.latent.draws is not None:
+            law = self._law(self.latent.joint)
+            return dist.MixtureSameFamily(dist.Categorical(logits=law.loc.new_zeros(law.batch_shape)), law)
         if self.df is not None:
             return self._law(self.latent.joint)
         centre = mean.flatten() if self.latent.joint else mean  # (B·C,) or (B, C)

@@ -18,12 +18,10 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..linalg import doubled, psd_root
-from .mixtures import REACH, normal_nodes
+from .mixtures import normal_nodes
 
 NORMALS, WIDE_END, NARROW_END = 16, 12.0, 6.0
 """Number of normals, and the logarithms of the largest weight divided by those of the widest and narrowest normal."""
-STUDENT_NODES = 129
-"""Number of nodes of the trapezoidal rule over a Student t."""
 
 
 @cache
@@ -43,14 +41,10 @@ def student_normals(df: float | None) -> tuple[Tensor, Tensor]:
 
 
 def noise_nodes(like: Tensor, df: float | None) -> tuple[Tensor, Tensor]:
-    """Returns nodes and weights (n, 1, 1) of the trapezoidal rule over noise of variance 1, in `t = sinh(u)`."""
-    if df is None:
-        return normal_nodes(like)
-    weights, variances = (values.to(like) for values in student_normals(df))
-    end = math.asinh(REACH * float(variances.max()) ** 0.5)
-    u = torch.linspace(-end, end, STUDENT_NODES).to(like)[:, None, None]
-    density = weights * (-0.5 * u.sinh().square() / variances).exp() / variances.sqrt()
-    return u.sinh(), (density.sum(-1, keepdim=True) * u.cosh()).log().softmax(0)
+    """Returns nodes and weights (n, 1, 1) for noise of variance 1: those of each of its normals."""
+    weights, variances = (values.to(like)[:, None, None, None] for values in student_normals(df))
+    nodes, chances = normal_nodes(like)
+    return (variances.sqrt() * nodes).flatten(0, 1), (weights * chances).flatten(0, 1)
 
 
 class GaussianPlusNoise(dist.Distribution):

@@ -156,11 +156,11 @@ def _likelihood(
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
     fitted: Any = replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
     for key, part in fitted.regressions.items():
-        noise = {name: value for name, value in under(noise_of_head(key), tensors).items() if "/" not in name}
+        noise: Any = {name: value for name, value in under(noise_of_head(key), tensors).items() if "/" not in name}
         if noise:
-            fitted = fitted.with_regressions(
-                {key: replace(part, input_noise=InputNoise(**noise, layer=saved["features"]))}
-            )
+            noise |= {name: float(noise[name]) for name in ("spread", "df")}
+            part = replace(part, input_noise=InputNoise(**noise, layer=saved["features"]))
+            fitted = fitted.with_regressions({key: part})
     return fitted
 
 

@@ -86,8 +86,8 @@ def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[st
         _check_tensor(f"prior_mean/{block.name}", tensors, (block.size,), (tangent.dtype,))
     for name, value in tensors.items():
         checked = not name.startswith(("weights/", "history/")) and value.is_floating_point()
-        normal = name.startswith("noise/") and name.endswith("/df")  # its df may be inf
-        if checked and not is_finite(1 / value if normal else value):
+        value = 1 / value if name.startswith("noise/") and name.endswith("/df") else value  # normal noise has df = inf
+        if checked and not is_finite(value):
             raise ValueError(f"the tensor {name} holds NaN or infinite values")
     likelihood, precision = header["likelihood"], tensors.get("covariance/precision")
     if precision is not None and not (precision > 0).all():

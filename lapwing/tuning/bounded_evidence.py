@@ -80,17 +80,12 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        best = self._with_prior(posterior, training)
-        return with_noise_of_residuals(best, evenly_spaced_batches(training, rows_wanted(best), best))
-
-    def _with_prior(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the posterior at the evidence's prior precision within the bound, if δ or σ² is open."""
-        if not has_prior(posterior.covariance) or (posterior.prior.fixed and posterior.noise_fixed):
-            return posterior
-        tuned = Evidence().tune(posterior)
-        if posterior.prior.fixed or tuned.noise_variance is not None:
-            return tuned
-        return self._with_bounded_cost(tuned, training)
+        if has_prior(posterior.covariance) and not (posterior.prior.fixed and posterior.noise_fixed):
+            bounded = not posterior.prior.fixed
+            posterior = Evidence().tune(posterior)
+            if bounded and posterior.noise_variance is None:
+                posterior = self._with_bounded_cost(posterior, training)
+        return with_noise_of_residuals(posterior, training)
 
     def tunes_own_prior(self, posterior: Posterior) -> bool:
         return not has_prior(posterior.covariance) and (not posterior.noise_fixed or rows_wanted(posterior) > 0)

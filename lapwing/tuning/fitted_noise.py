@@ -18,10 +18,11 @@ from ..linalg import double_device, doubled
 from ..methods.passes import Batch
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
+from ..posterior.tuned import Training, evenly_spaced_batches
 from ..prediction.aim import DEFAULT_AIM, Aim
 from ..prediction.linearized import DEFAULT_WAY
 from ..tangent.features import last_layer_of, outputs_and_features
-from .noise_shape import LEAST_HELD_OUT, SHAPE_ROWS, ResidualRows, at_level, chosen
+from .noise_shape import SHAPE_ROWS, ResidualRows, at_level, chosen
 
 log = logging.getLogger("lapwing")
 
@@ -48,18 +49,25 @@ def rows_wanted(posterior: Posterior) -> int:
 
 
 def with_noise_of_residuals(
-    posterior: Posterior, training: Iterable[Samples], held_out: Iterable[Samples] | None = None, aim: Aim = DEFAULT_AIM
+    posterior: Posterior,
+    training: Training,
+    held_out: Iterable[Samples] | None = None,
+    aim: Aim = DEFAULT_AIM,
+    former: Any = None,
 ) -> Posterior:
     """Returns the posterior with the noise and the tails that predict left-out residuals best, or unchanged.
 
-    `training` yields training rows, and `held_out` held-out rows, if there are any. With these the covariance of the
-    outputs may get another factor s: δ/s and s σ², if both are open. A noise variance that the user gave is kept. Heads
-    of `lw.Joint` share the covariance, which stays.
+    With held-out rows the covariance of the outputs may get another factor s: δ/s and s σ², if both are open. A noise
+    variance that the user gave is kept. Heads of `lw.Joint` share the covariance, which stays. Without the training
+    data (for `Posterior.update`) the likelihood before the tuning, `former`, has the shape of the noise.
 
-    Cost: a forward pass of the training rows, and predictions of the held-out rows.
+    Cost: a forward pass of `rows_wanted` training rows, and predictions of the held-out rows.
     """
+    if held_out is not None and training.shown is None:
+        return _with_level(posterior, former, held_out, aim)
     parts, layer = _open_parts(posterior, aim), last_layer_of(posterior.tangent)
-    every = _rows(posterior, training, layer) if parts else None
+    batches = evenly_spaced_batches(training, rows_wanted(posterior), posterior)
+    every = _rows(posterior, batches, layer) if parts else None
     if every is None:
         return posterior
     known = None if held_out is None else _rows(posterior, held_out, layer, aim)
@@ -76,27 +84,18 @@ def with_noise_of_residuals(
     return posterior
 
 
-def with_level_of_residuals(posterior: Posterior, former: Any, held_out: Iterable[Samples], aim: Aim) -> Posterior:
+def _with_level(posterior: Posterior, former: Any, held_out: Iterable[Samples], aim: Aim) -> Posterior:
     """Returns the posterior with the shape of the noise of a former likelihood, at the level of held-out rows.
 
-    The weights w stay, and b, s and ν follow from the rows, as in `with_noise_of_residuals`. With fewer than
-    `LEAST_HELD_OUT` of them σ²(x) is the former one times the ratio of the noise variances. Without such a noise
-    nothing changes.
-
-    Cost: a forward pass and predictions of the held-out rows.
+    The weights w stay, and b, s and ν follow from the rows. Without such a noise, or if σ² is given, nothing changes.
     """
-    parts = [part for part in _open_parts(posterior, aim) if former.regressions[part.key].input_noise is not None]
-    known = _rows(posterior, held_out, former.features_read, aim) if parts else None
+    laws = former.regressions
+    parts = [one for one in _open_parts(posterior, aim) if laws[one.key].input_noise is not None and not one.fixed]
+    known: Any = _rows(posterior, held_out, former.features_read, aim) if parts else None
     for part in parts:
-        before, rows = former.regressions[part.key], None if known is None else known.of(part.columns)
-        noise = before.input_noise.to(torch.device("cpu"))
-        if rows is None or part.fixed or len(rows.features) < LEAST_HELD_OUT:
-            noise = noise.times(part.likelihood.noise_variance / before.noise_variance)
-            noise = replace(noise, spread=torch.ones_like(noise.spread))
-        else:
-            df = math.inf if noise.tails is None else part.likelihood.tails_to_fit[0]
-            noise = at_level(replace(noise, floor=part.floor), rows, df, part.scaled)
-        posterior = _with(posterior, part.key, noise)
+        noise = replace(laws[part.key].input_noise.to(torch.device("cpu")), floor=part.floor)
+        df = noise.df if math.isinf(noise.df) else part.likelihood.tails_to_fit[0]
+        posterior = _with(posterior, part.key, at_level(noise, known.of(part.columns), df, part.scaled))
     return posterior
 
 
@@ -117,9 +116,9 @@ def _open_parts(posterior: Posterior, aim: Aim = DEFAULT_AIM) -> list[_Part]:
 
 def _with(posterior: Posterior, key: str | None, noise: InputNoise) -> Posterior:
     """Returns the posterior with this noise of a part, and with δ/s and s σ²."""
-    spread = float(noise.spread)
-    if spread != 1:
-        posterior = posterior.at(posterior.prior.precision / spread, spread * (posterior.noise_variance or 0.0))
+    if noise.spread != 1:
+        variance = noise.spread * (posterior.noise_variance or 0.0)
+        posterior = posterior.at(posterior.prior.precision / noise.spread, variance)
     log.info("The residuals%s show %s", "" if key is None else f" of {key}", noise)
     part = posterior.likelihood.regressions[key]
     part = replace(part, input_noise=noise.to(double_device(posterior.tangent.device)))
@@ -137,11 +136,9 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
         inputs = tangent.check(samples.inputs)
         outputs, features = outputs_and_features(tangent, layer, inputs)
         rows = Batch.of(tangent, samples).rows(outputs)
-        residuals, weights = likelihood.residuals(rows["outputs"], rows["targets"]), rows["weights"]
-        weights, variance = (
-            torch.ones_like(residuals[:, 0]) if weights is None else weights,
-            torch.zeros_like(residuals),
-        )
+        residuals = likelihood.residuals(rows["outputs"], rows["targets"])
+        weights = torch.ones_like(residuals[:, 0]) if rows["weights"] is None else rows["weights"]
+        variance = torch.zeros_like(residuals)
         if aim is not None:
             latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, aim.via or DEFAULT_WAY, False)
             variance = (latent.rows if has_positions(latent) else latent).variance

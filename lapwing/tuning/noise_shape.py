@@ -143,7 +143,8 @@ def at_level(noise: InputNoise, rows: ResidualRows, df: float | None, scaled: bo
     """Returns the noise with b, s and ν of `level` by all rows. A tuned ν of `MOST_DF` becomes infinite."""
     slope, far = noise.slope(rows.features)[None], noise.is_far(rows.features)
     offset, spread, tail, _ = level(slope, rows, torch.ones_like(rows.weights)[None], df, noise.floor, far, scaled)
-    return replace(noise, offset=offset[0], spread=spread[0], df=tail[0] if tail < MOST_DF else tail[0] + math.inf)
+    found = float(tail) if df is not None or tail < MOST_DF else math.inf
+    return replace(noise, offset=offset[0], spread=float(spread), df=found)
 
 
 def shapes(
@@ -196,11 +197,11 @@ def shapes(
 
     solutions = torch.stack([fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)], 1)
     # 4. the range of wᵀz and the distances of the rows
-    noises, one, whitening = [], torch.ones_like(floor[0]), basis * (variances + 2 / rows.weights.sum()).rsqrt()
+    noises, whitening = [], basis * (variances + 2 / rows.weights.sum()).rsqrt()
     reach = _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - PART_BEYOND, mass)[0]
     for w, b in zip(solutions[..., :-1], solutions[..., -1], strict=True):  # (C, F), (C,)
         low, high = (_quantile(z @ w.T, part, mass) for part in (PART_BEYOND, 1 - PART_BEYOND))
-        noises.append(InputNoise(centre, scale, w, low, high, b, floor, whitening, reach, one, one * df))
+        noises.append(InputNoise(centre, scale, w, low, high, b, floor, whitening, reach, 1.0, df))
     return noises
 
 

@@ -15,13 +15,13 @@ from ..covariance import has_prior
 from ..data.samples import Samples
 from ..posterior import Posterior
 from ..posterior.tuned import Training, evenly_spaced_batches
-from .fitted_noise import rows_wanted, with_noise_of_residuals
+from .fitted_noise import with_noise_of_residuals
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, means_over_samples
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
 from .search import crossing, evenly
-from .training_kernel import table_of, warn_of_scales
+from .training_kernel import table_of
 
 log = logging.getLogger("lapwing")
 
@@ -58,7 +58,6 @@ def with_left_out_width(
     """
     # 1. the exact model at its best δ*, σ*²
     exact, parts, size = _exact_model(posterior, residual, training, samples)
-    warn_of_scales(posterior, parts)
     # 2. the width s, at least (1 + h) mean squared residuals if the weights explain h = γ/(N C) of the targets
     width = max(exact.width, (1 + exact.share_explained) * residual)  # the network may fit worse than this model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
@@ -95,9 +94,7 @@ def with_left_out_width(
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
     posterior = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
-    rows = rows_wanted(posterior)
-    more = rows and samples >= SAMPLES  # otherwise the user wants to read few rows
-    return with_noise_of_residuals(posterior, evenly_spaced_batches(training, rows, posterior) if more else parts)
+    return with_noise_of_residuals(posterior, training)
 
 
 def _checked_width(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,13 +18,12 @@ from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tangent.anchors import Anchors
 from .gaussian_process import Process
-from .held_out import WIDTH_OUTPUTS, tangent_of_samples
+from .held_out import WIDTH_OUTPUTS
 
 log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
-OTHER_NOISE, OTHER_ERRORS = 2.0, 4.0  # ratio of squared residuals, and standard errors, above which a warning is logged
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
 SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded targets, ratings, counts
@@ -127,37 +125,3 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> Tensor:
     distinct = cosine < SAME_SAMPLE
     rounded = (equal & distinct).sum() > MANY_EQUAL * distinct.sum()
     return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal)
-
-
-def warn_of_scales(posterior: Posterior, parts: Sequence[Samples]) -> None:
-    """Warns if one noise variance serves outputs of different noise.
-
-    Outputs (B, T, C) have C, or T C if `validation=` tunes a noise variance for each of them.
-    """
-    rows = [targets_of(posterior, part) for part in parts]
-    if (posterior.likelihood.ratios(rows[0][0]) != 1).any():
-        return
-    widths = {targets.numel() // part.count for (targets, *_), part in zip(rows, parts, strict=True)}
-    joins = len(widths) == 1 and tangent_of_samples(posterior).positions.flattened
-    width = max(widths) if joins else posterior.tangent.outputs
-    _, residuals, weights = (
-        torch.cat([values.reshape(-1, width) for values in every]) for every in zip(*rows, strict=True)
-    )  # (N, C)
-    # 1. s_c² = mean r² of each output (C,)
-    totals = weights.sum(0)
-    counts = totals.clamp_min(torch.finfo(totals.dtype).tiny)
-    squares = (weights * residuals.square()).sum(0) / counts
-    squares = torch.where(totals > 1, squares, math.nan)
-    large, small = int(squares.nan_to_num(-math.inf).argmax()), int(squares.nan_to_num(math.inf).argmin())
-    ratio = float(squares[large] / squares[small])
-    # 2. Var[log s_c²] ≈ (mean r⁴/s_c⁴ - 1)/n, added for both outputs
-    fourth = (weights * residuals.pow(4)).sum(0) / counts
-    errors = ((fourth / squares.square() - 1).clamp_min(0) / counts)[[large, small]].sum().sqrt()  # of log ratio
-    if not ratio > OTHER_NOISE or math.log(ratio) < OTHER_ERRORS * float(errors):
-        return
-    log.warning(
-        "The residuals of output %d are %.3g times those of output %d, and one noise variance for both makes "
-        "intervals of the latter too wide. Pass validation=held_out, which tunes a noise variance for each output, or "
-        "lw.Gaussian(noise_ratios=...).",
-        large, ratio**0.5, small,
-    )  # fmt: skip

@@ -23,11 +23,11 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import Rule, at_least, number, option
 from ..posterior import Posterior
-from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
+from ..posterior.tuned import Training, Tuning
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .evidence import no_rank_error
-from .fitted_noise import rows_wanted, with_level_of_residuals, with_noise_of_residuals
+from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .held_out_choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .latent_factor import with_latent_factor
@@ -94,19 +94,6 @@ class _OnHeldOutData(Tuning):
 
     def training_samples(self, posterior: Posterior) -> int:
         return max(rows_wanted(posterior), 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES))
-
-    def _with_noise(self, posterior: Posterior, training: Training, held_out: Data, former: Posterior) -> Posterior:
-        """Returns the posterior with the noise that the residuals show.
-
-        Without the training data (for `Posterior.update`) this is the noise before the tuning, at another level.
-        """
-        if training.shown is None:
-            return with_level_of_residuals(posterior, former.likelihood, held_out, self._aim)
-        rows = rows_wanted(posterior)
-        if not rows:
-            return posterior
-        batches = evenly_spaced_batches(training, rows, posterior)
-        return with_noise_of_residuals(posterior, batches, held_out, self._aim)
 
     def _trained(self, posterior: Posterior, training: Training) -> tuple[float, float] | None:
         """Returns δ and σ² by the training data, if σ² is open and these data are known."""
@@ -209,7 +196,7 @@ class Validation(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
-        best = self._with_noise(best, training, held_out, posterior)
+        best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
         best = replace(best, aim=self._aim) if best is not posterior or self._aim != DEFAULT_AIM else best
         return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
 
@@ -300,7 +287,7 @@ class EarlyStopping(_OnHeldOutData):
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
         trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)
         best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
-        best = self._with_noise(best, training, held_out, posterior)
+        best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
         shown = training.shown or posterior.samples
         return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)
