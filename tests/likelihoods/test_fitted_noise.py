@@ -458,12 +458,16 @@ def test_an_update_with_held_out_data_finds_another_level_for_the_shape(likeliho
 
 
 def test_an_update_with_few_held_out_rows_keeps_the_shape():
+    """The level of twelve rows has a standard error of about .4 in log σ²."""
     posterior = lw.fit(network(), (X[:300], Y[:300]), lw.KFAC(), validation=HELD_OUT)
-    whole = posterior.update((X[300:], Y[300:]), tune=lw.Validation((TEST[0][:12], TEST[1][:12])))
-    before, after = posterior.likelihood.input_noise, whole.likelihood.input_noise
-    wanted = before.offset + math.log(whole.noise_variance / posterior.noise_variance)
-    torch.testing.assert_close(after.offset, wanted, rtol=0, atol=0.5)
-    assert torch.equal(after.weights, before.weights)
+    changes = []
+    for seed in range(6):
+        whole = posterior.update((X[300:], Y[300:]), tune=lw.Validation(data(12, 100 + seed)))
+        before, after = posterior.likelihood.input_noise, whole.likelihood.input_noise
+        assert torch.equal(after.weights, before.weights)
+        changes.append(float(after.offset - before.offset))
+    assert abs(sum(changes) / 6) < 0.5
+    assert max(map(abs, changes)) < 1.5
 
 
 def test_a_mixture_is_the_mean_of_the_densities_of_its_members():
