@@ -96,9 +96,9 @@ class Comparison:
     def plot(self, row: str | None = None) -> Any:
         """Draws the pictures that fit the task: one row of the table in blue, the first row in orange.
 
-        Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals against
-        spread, in the units of y and in standard deviations. Each out-of-distribution set adds the score of the row
-        that detects it best. `row=None` chooses the lowest NLL among the posteriors. Returns a matplotlib figure:
+        Classes: reliability, and risk against coverage. Regression: calibration of intervals, and residuals in standard
+        deviations against the predicted one. Each out-of-distribution set adds the score of the row that detects it
+        best. `row=None` chooses the lowest NLL among the posteriors. Returns a matplotlib figure:
         `table.plot().savefig("table.png")`.
 
         Raises:

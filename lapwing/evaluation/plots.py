@@ -126,26 +126,6 @@ def interval_calibration(prediction: Any, y: Any, ax: Axes | None = None, **line
     return ax
 
 
-def residual_spread(prediction: Any, y: Any, ax: Axes | None = None, **line: Any) -> Axes:
-    """Draws the absolute residual `|y - mean|` of each target against the predicted standard deviation.
-
-    The curve is the root of the mean squared residual in ten bins of equal size. It follows the diagonal if the error
-    bars are right, and is level if they do not know where errors are large. Takes what `interval_calibration` takes.
-    """
-    mean, std, y = _real("residual_spread", prediction, y)
-    spread, residual = (part[~y.isnan()].numpy() for part in (std, (y - mean).abs()))
-    bins = np.array_split(spread.argsort(kind="stable"), min(10, len(spread)))
-    curve = [[np.sqrt(np.mean(values[rows] ** 2)) for rows in bins] for values in (spread, residual)]
-    some, ax, line = np.random.default_rng(0).permutation(len(spread))[:_MOST_POINTS], _axes(ax), LAPWING | line
-    ax.plot(spread[some], residual[some], ".", color=line["color"], alpha=0.3, markersize=4, markeredgewidth=0)
-    ax.axline((0, 0), slope=1, color="black", linestyle=":")
-    ax.plot(*curve, "o-", markersize=4, **line)
-    ax.autoscale()  # to all rows that are drawn
-    ax.set(xlim=(0, None), ylim=(0, None), xlabel="predicted standard deviation", ylabel="residuals, root mean square")
-    ax.legend(loc="upper left", fontsize="small")
-    return ax
-
-
 def scaled_residuals(prediction: Any, y: Any, ax: Axes | None = None, **line: Any) -> Axes:
     """Draws the absolute residual in standard deviations, `|y - mean| / std`, against the predicted standard deviation.
 

@@ -53,7 +53,6 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
         add("risk", plots.risk_coverage, lambda own: (own.confidence, own.correct))
     else:
         add("intervals", plots.interval_calibration, _as_normal)
-        add("residuals", plots.residual_spread, lambda own: ((own.mean, own.std), own.y))
         add("scaled", plots.scaled_residuals, _as_normal)
     for name, ranked in detectors(table).items():
         for area, _, score in [one for one in ranked if one[1] == chosen][:1]:

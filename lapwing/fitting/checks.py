@@ -43,22 +43,12 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_noise(likelihood, tangent)
     for part in likelihood.regressions.values():
-        if part.noise == "input":
-            _check_fits_noise(part, tune)
-
-
-def _check_fits_noise(likelihood: Likelihood, tune: Tuning | None) -> None:
-    """Raises unless the noise variance is open and the tuning fits noise that depends on the input."""
-    if not likelihood.needs_noise:
-        raise LapwingError(
-            f"noise_variance={shown(likelihood.noise_variance)} is a noise that does not depend on the input, and "
-            "noise='input' asks for one that does. Leave one of them out: write likelihood=lw.Gaussian(noise='input')."
-        )
-    if tune is None or not tune.fits_noise:
-        raise LapwingError(
-            f"noise='input' is fitted by a tuning that reads residuals, and tune={shown(tune)} fits none. Leave tune "
-            "out, or write validation=held_out."
-        )
+        if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
+            raise LapwingError(
+                "noise='input' needs an open noise variance, and a tuning that fits it to residuals. This fit has "
+                f"noise_variance={shown(part.noise_variance)} and tune={shown(tune)}. Leave both out, or write "
+                "likelihood=lw.Gaussian(noise='input') and validation=held_out."
+            )
 
 
 def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:

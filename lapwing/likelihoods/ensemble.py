@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributions as dist
 
 from ..covariance import LatentDraws, is_selected
 from ..errors import LapwingError
@@ -96,8 +95,9 @@ class RegressionMixture(NormalsPrediction, MixturePrediction):
         logs = torch.stack([member.log_prob(targets) for member in self.members])
         return logs.logsumexp(0) - math.log(len(logs))
 
+    @property
     def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
-        parts = zip(*(member._normals() for member in self.members), strict=True)
+        parts = zip(*(member._normals for member in self.members), strict=True)
         means, variances, weights = (torch.cat(values) for values in parts)
         return means, variances, weights / len(self.members)
 
@@ -109,7 +109,7 @@ def mixed(members: tuple[Any, ...]) -> Any:
         rows = mixed(tuple(member.rows for member in members))
         return PredictionAtPositions(rows, replace(first.latent, rows=rows.latent))
     if isinstance(first, RegressionPrediction):
-        return RegressionMixture(_gaussians(members), members)
+        return RegressionMixture(_laws(members), members)
     if isinstance(first, ClassPrediction):
         latent = LatentDraws(torch.stack([member.log_probs for member in members]))
         return ClassMixture(SampledLink().log_probs(latent), latent, first.link, first.ignore_index, members=members)
@@ -118,20 +118,14 @@ def mixed(members: tuple[Any, ...]) -> Any:
     return BernoulliMixture(odds, latent, first.link, first.soft_targets, first.missing, members)
 
 
-def _gaussians(members: Sequence[RegressionPrediction]) -> dist.Distribution:
+def _laws(members: Sequence[RegressionPrediction]) -> GaussianPlusNoise:
     """Returns the distributions of the members, with batch shape (B, M), or one for each of their weight draws."""
     if any(is_selected(member.latent) for member in members):
         raise LapwingError(
             "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
             "out: write mixture.predict(x)."
         )
-    tails, draws = any(member.df is not None for member in members), members[0].latent.draws
-    if tails or draws is not None:
-        laws = [replace(one, df=(one.df or NEARLY_NORMAL) if tails else None)._law(joint=False) for one in members]
-        join: Any = torch.stack if draws is None else torch.cat
-        return GaussianPlusNoise(*(join(values, 1) for values in zip(*(law.parts for law in laws), strict=True)))
-    parts: list[Any] = [member.distribution() for member in members]
-    mean = torch.stack([part.mean for part in parts], 1)
-    if isinstance(parts[0], dist.Independent):
-        return dist.Independent(dist.Normal(mean, torch.stack([part.stddev for part in parts], 1)), 1)
-    return dist.MultivariateNormal(mean, scale_tril=torch.stack([part.scale_tril for part in parts], 1))
+    tails = any(member.df is not None for member in members)
+    laws = [replace(one, df=(one.df or NEARLY_NORMAL) if tails else None)._law(joint=False) for one in members]
+    join: Any = torch.stack if members[0].latent.draws is None else torch.cat
+    return GaussianPlusNoise(*(join(values, 1) for values in zip(*(law.parts for law in laws), strict=True)))

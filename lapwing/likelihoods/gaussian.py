@@ -19,7 +19,7 @@ from ..options import POSITIVE_NUMBERS, instance_of, option
 from .base import Integrals, Likelihood, apply_weights
 from .input_noise import InputNoise
 from .links import ExactLink, Link, at_least_float32
-from .mixtures import known_covariance, known_residuals
+from .mixtures import known_residuals
 from .registry import register_likelihood
 from .regression import RegressionPrediction
 from .targets import aligned_targets, check_real_targets, known_targets
@@ -314,7 +314,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         residual, volume = known_residuals(wide, aligned, noise)
         roots = noise.sqrt()
         residual, constant = residual / roots, -0.5 * volume
-        covariance = known_covariance(covariance.double(), aligned) / (roots * roots[:, None])  # of y/√noise
+        inverse = ~aligned.isnan() / roots  # 0 for a missing y
+        covariance = covariance.double() * inverse[:, :, None] * inverse[:, None, :]  # of y/√noise
         if alpha == 0:
             spread = covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + residual.square().sum(-1)
             return (constant - 0.5 * spread).to(dtype)

@@ -136,7 +136,7 @@ class HeteroscedasticPrediction(NormalsPrediction):
         """Returns the log density of the targets (B, K), summed over the known targets of one input, (B,)."""
         mean, targets = self.mean, doubled(self._targets(targets))
         known = ~targets.isnan()
-        means, variances, weights = self._mixture
+        means, variances, weights = self._normals
         squares = (torch.where(known, targets, doubled(mean)) - means).square() / variances
         logs = -0.5 * (squares + (2.0 * math.pi * variances).log()) + weights.log()
         return torch.where(known, logs.logsumexp(0), 0.0).sum(-1).to(mean)
@@ -152,14 +152,11 @@ class HeteroscedasticPrediction(NormalsPrediction):
 
     def distribution(self) -> dist.Distribution:
         """Returns a mixture of Normals for each target, with batch shape (B,) and event shape (K,)."""
-        means, variances, weights = self._mixture
+        means, variances, weights = self._normals
         return mixture_of(dist.Normal, weights, means, variances.sqrt())
 
-    def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._mixture
-
     @cached_property
-    def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
         """Means and variances (S, B, K) of the components and their weights (S, 1, 1), in float64."""
         draws = self.latent.draws
         if draws is not None:

@@ -121,10 +121,9 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         """Returns y - f of all heads that are regressions, in float64, (B, C); NaN for other outputs."""
         outputs = doubled(outputs)
         found = torch.full_like(outputs, torch.nan)
-        regressions = self.regressions
         for key, _, f, y in self.heads(outputs, targets):
-            if key in regressions:
-                found[:, self.columns(key, outputs.shape[-1])] = regressions[key].residuals(f, y)
+            if key in self.regressions:
+                found[:, self.columns(key, outputs.shape[-1])] = self.regressions[key].residuals(f, y)
         return found
 
     def classifies(self, outputs: int) -> bool:

@@ -17,7 +17,7 @@ from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, seeded
 from .links import at_least_float32, latent_nodes
-from .mixtures import NormalsPrediction, bisected, known_covariance, known_residuals
+from .mixtures import NormalsPrediction, bisected
 from .predictions import RealPrediction
 from .student import GaussianPlusNoise, noise_nodes, student_normals
 from .targets import check_real_targets, check_target_shape
@@ -78,6 +78,7 @@ class RegressionPrediction(NormalsPrediction):
         sign = 1.0 if probability > 0.5 else -1.0
         return self.mean + sign * NormalDist().inv_cdf(max(probability, 1.0 - probability)) * self.std
 
+    @property
     def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
         draws = self._draws()
         weights, shape = (values.to(doubled(self.mean))[:, None, None, None] for values in student_normals(self.df))
@@ -92,32 +93,27 @@ class RegressionPrediction(NormalsPrediction):
         """Returns the log density of the targets for each input separately, (B,), in nats.
 
         `log N(y; m, Σ + σ² I)` with the (C, C) covariance of the outputs of one input. A joint latent does not couple
-        inputs here: for the joint density write `distribution().log_prob(y.flatten())`. With Student t noise, see
-        `GaussianPlusNoise` for several outputs.
+        inputs here: for the joint density write `distribution().log_prob(y.flatten())`. With Student t noise or missing
+        targets, see `GaussianPlusNoise` for several outputs.
 
         Cost: O(B C³), or O(S B C) for S weight draws, or O(S² B C) for S linearised draws.
         """
         mean, draws = self.mean, self._draws()
         targets = self._targets(targets)
-        if self.df is not None:
+        if self.df is not None or self.missing:
             logs = self._law(joint=False).log_prob(targets if draws is None else targets[:, None])  # (B,) or (B, S)
             return logs if draws is None else logs.logsumexp(1) - math.log(len(draws))
         if draws is not None:
-            residual, volume = known_residuals(draws, targets, self._noise)
-            squares = (residual.square() / self._noise).sum(-1)  # (S, B, C) -> (S, B)
-            return torch.logsumexp(-0.5 * squares, 0) - 0.5 * volume - math.log(len(draws))
+            logs = dist.Normal(draws, self._noise.sqrt(), validate_args=False).log_prob(targets).sum(-1)  # (S, B)
+            return logs.logsumexp(0) - math.log(len(draws))
         if mean.shape[-1] == 1:
-            values = dist.Normal(mean, self.std, validate_args=False).log_prob(targets.nan_to_num())
-            return torch.where(targets.isnan(), 0.0, values).squeeze(-1)
-        if has_factor(self.latent) and not self.missing:
+            return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
+        if has_factor(self.latent):
             columns = self.latent.factor.double()
             return self._low_rank(mean.double(), columns).log_prob(targets.double()).to(mean.dtype)
-        # missing targets get residual 0 and variance σ², and their density is divided out
-        factor = cholesky(self._noisy(known_covariance(self.latent.own_covariance.double(), targets)))  # (B, C, C)
-        residual, _ = known_residuals(mean.double(), targets.double(), self._noise)
-        normal = dist.MultivariateNormal(torch.zeros_like(residual), scale_tril=factor, validate_args=False)
-        holes = 0.5 * (targets.isnan() * (2.0 * math.pi * self._noise).log()).sum(-1)
-        return (normal.log_prob(residual) + holes).to(mean.dtype)
+        factor = cholesky(self._noisy(self.latent.own_covariance.double()))  # (B, C, C)
+        normal = dist.MultivariateNormal(mean.double(), scale_tril=factor, validate_args=False)
+        return normal.log_prob(targets.double()).to(mean.dtype)
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> TransformedPrediction:
         outputs, weights = latent_nodes(self.latent)
@@ -160,11 +156,6 @@ class RegressionPrediction(NormalsPrediction):
     def summary(self) -> dict[str, Tensor]:
         tails = {} if self.df is None else {"df": torch.tensor(self.df, dtype=self.mean.dtype).to(self.mean.device)}
         return super().summary() | tails
-
-    def __repr__(self) -> str:
-        inputs, outputs = self.latent.mean.shape
-        noise = f"noise_variance={self.noise_variance:g}" + ("" if self.df is None else f", df={self.df:g}")
-        return f"RegressionPrediction({inputs} inputs, {outputs} outputs, {noise})"
 
     def _draws(self) -> Tensor | None:
         """Returns weight draws in at least float32, or None."""

@@ -25,7 +25,7 @@ from ..tangent import Tangent
 from ..tangent.stored import from_json
 from .method_info import MethodInfo
 from .posterior import Posterior
-from .storage import check_contents, noise_of_head
+from .storage import check_contents
 
 
 @outside_modes
@@ -156,7 +156,8 @@ def _likelihood(
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
     fitted: Any = replace(likelihood, **options) if options else likelihood  # type: ignore[type-var]
     for key, part in fitted.regressions.items():
-        noise: Any = {name: value for name, value in under(noise_of_head(key), tensors).items() if "/" not in name}
+        place = "noise" if key is None else f"noise/{key}"
+        noise: Any = {name: value for name, value in under(place, tensors).items() if "/" not in name}
         if noise:
             noise |= {name: float(noise[name]) for name in ("spread", "df")}
             part = replace(part, input_noise=InputNoise(**noise, layer=saved["features"]))

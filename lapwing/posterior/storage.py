@@ -39,7 +39,8 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
     tensors |= prefixed("statistics", posterior.statistics) | prefixed("history", posterior.history)
     tensors |= prefixed("weights", {name: fingerprint(value) for name, value in state.items()})
     for key, part in likelihood.regressions.items():
-        tensors |= {} if part.input_noise is None else prefixed(noise_of_head(key), part.input_noise.tensors)
+        place = "noise" if key is None else f"noise/{key}"
+        tensors |= {} if part.input_noise is None else prefixed(place, part.input_noise.tensors)
     header = {
         "tangent": to_json(tangent),
         "covariance": {"class": kind.__name__, "extra": posterior.covariance.extra()},
@@ -69,11 +70,6 @@ def save(posterior: Posterior, path: str | os.PathLike[str]) -> None:
             "options."
         ) from error
     write_safetensors(path, tensors, header)
-
-
-def noise_of_head(key: str | None) -> str:
-    """Returns the place in a file of the noise that a tuning fitted; None is the key of a likelihood without heads."""
-    return "noise" if key is None else f"noise/{key}"
 
 
 def check_contents(tangent: Tangent, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:

@@ -49,12 +49,9 @@ def rows_wanted(posterior: Posterior) -> int:
 
 
 def with_noise_of_residuals(
-    posterior: Posterior,
-    training: Training,
-    held_out: Iterable[Samples] | None = None,
-    aim: Aim = DEFAULT_AIM,
+    posterior: Posterior, training: Training, held_out: Iterable[Samples] | None = None, aim: Aim = DEFAULT_AIM,
     former: Any = None,
-) -> Posterior:
+) -> Posterior:  # fmt: skip
     """Returns the posterior with the noise and the tails that predict left-out residuals best, or unchanged.
 
     With held-out rows the covariance of the outputs may get another factor s: δ/s and s σ², if both are open. A noise
@@ -77,7 +74,7 @@ def with_noise_of_residuals(
         if part.fixed:  # any rows show the tails
             train, rows, noise = rows or train, None, "constant"
         df, may_stay = part.likelihood.tails_to_fit
-        found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled)
+        found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled) if len(train.features) else None
         if found is not None:
             reads = found.whitening[:, :1] * 0 if part.fixed else found.whitening  # no bound of a given noise
             posterior = _with(posterior, part.key, replace(found, whitening=reads, layer=layer))

@@ -153,7 +153,7 @@ class Validation(_OnHeldOutData):
 
     Cost: one pass over the loader, with one record and one contraction per batch, and `points` variances (or Gram
     matrices, if the link reads covariances); by another way nine predictions more, or 18 with an open σ². A regression
-    also needs the kernel of `BoundedEvidence`, up to two forward passes, and for its noise two forward passes of at
+    also needs the kernel of `BoundedEvidence`, up to two forward passes, and for its noise a forward pass of at
     most 20 000 training samples and a prediction of the held-out ones. Memory: about 6 kB per held-out sample of a
     classifier (or position), 3 kB of a regression.
 

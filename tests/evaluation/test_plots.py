@@ -179,30 +179,6 @@ def test_interval_calibration_is_the_share_inside_each_level() -> None:
     np.testing.assert_allclose(points(plots.interval_calibration(pair, holes)), points(half))
 
 
-def test_residual_spread_has_the_root_mean_squares_of_ten_bins() -> None:
-    torch.manual_seed(0)
-    mean, std = torch.zeros(100), torch.rand(100).double() + 0.1
-    y = std * torch.randn(100).double()
-    y[3] = torch.nan
-    ax = plots.residual_spread((mean, std), y)
-    kept = ~y.isnan()
-    order = std[kept].argsort()
-    parts = np.array_split(np.stack([std[kept][order], y[kept][order]]) ** 2, 10, axis=1)
-    np.testing.assert_allclose(points(ax), [np.sqrt(part.mean(1)) for part in parts])
-    np.testing.assert_allclose(np.sort(points(ax, 0)[:, 1]), np.sort(y[kept].abs()))
-    assert len(points(plots.residual_spread((mean[:1], std[:1]), y[:1]))) == 1
-    prediction, targets = regression()
-    assert len(points(plots.residual_spread(prediction, targets), 0)) == 80
-
-
-def test_residual_spread_shows_all_rows() -> None:
-    """Also a second one whose standard deviations and residuals are larger."""
-    mean, std, y = torch.zeros(50), torch.rand(50) + 0.1, torch.randn(50)
-    ax = plots.residual_spread((mean, 9 * std), 9 * y, plots.residual_spread((mean, std), y))
-    assert ax.get_xlim()[1] > 9 * std.max()
-    assert ax.get_ylim()[1] > 9 * y.abs().max()
-
-
 def test_scaled_residuals_have_the_root_mean_squares_of_ten_bins() -> None:
     torch.manual_seed(0)
     mean, std = torch.ones(100).double(), torch.logspace(-1, 1, 100).double()
@@ -304,8 +280,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no scores": (lambda: plots.ood_scores(X[:0], X), r"scores_in \(0,\)"),
     "classes": (lambda: plots.interval_calibration(CASES["classes"]()[0], Y), "Pass posterior.predict"),
     "std of 0": (lambda: plots.interval_calibration((X, 0 * X), X), "std > 0"),
-    "y of other length": (lambda: plots.residual_spread((X, X + 1), X[:5]), "Pass posterior.predict"),
-    "all NaN": (lambda: plots.residual_spread((X, X + 1), X * torch.nan), "Pass posterior.predict"),
+    "y of other length": (lambda: plots.scaled_residuals((X, X + 1), X[:5]), "Pass posterior.predict"),
+    "all NaN": (lambda: plots.scaled_residuals((X, X + 1), X * torch.nan), "Pass posterior.predict"),
     "several outputs": (lambda: plots.bands(torch.rand(40), regression()[0]), "one output"),
     "an array": (lambda: plots.bands(X, X), "one output"),
     "a volume": (lambda: plots.uncertainty_map(torch.rand(2, 3, 3)), "of one image"),

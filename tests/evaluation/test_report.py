@@ -108,7 +108,6 @@ def test_a_report_of_a_regression(tables: dict[str, Comparison], tmp_path: Path)
     inside = f"{table[best]['90 % interval']:.1%}".replace("%", " %")
     assert f"The 90 % intervals of {best} hold {inside} of the targets" in page.text
     assert "Do the intervals hold what they promise?" in page.text
-    assert "Are the error bars wide where the errors are large?" in page.text
     assert "Are narrow and wide error bars equally right?" in page.text
     assert "90 % interval, by quarter of the predicted standard deviation" in page.text
     assert page.text.count("where they are narrowest") == 1  # the network has one standard deviation
@@ -122,7 +121,7 @@ def test_the_intervals_of_a_report_have_the_tails_of_the_predictions() -> None:
     student = lw.fit(line, (x[:200], y[:200]), likelihood=lw.StudentT(df=3.0, noise_variance=3.0), prior_precision=1.0)
     table = lw.compare({"t": student}, (x[200:], y[200:]), repeats=1)
     axes = [Figure().add_subplot() for _ in range(2)]
-    for ax, picture in zip(axes, pictures(table, "t")[::2], strict=True):
+    for ax, picture in zip(axes, pictures(table, "t"), strict=True):
         picture["draw"](ax=ax)
     levels, inside = axes[0].lines[-1].get_xydata().T
     prediction = student.predict(x[200:])
