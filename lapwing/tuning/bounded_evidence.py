@@ -85,7 +85,7 @@ class BoundedEvidence(Tuning):
             posterior = Evidence().tune(posterior)
             if bounded and posterior.noise_variance is None:
                 posterior = self._with_bounded_cost(posterior, training)
-        return with_noise_of_residuals(posterior, training)
+        return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
     def tunes_own_prior(self, posterior: Posterior) -> bool:
         return not has_prior(posterior.covariance) and (not posterior.noise_fixed or rows_wanted(posterior) > 0)

@@ -62,11 +62,11 @@ def with_noise_of_residuals(
     """
     if held_out is not None and training.shown is None:
         return _with_level(posterior, former, held_out, aim)
-    parts, layer = _open_parts(posterior, aim), last_layer_of(posterior.tangent)
-    batches = evenly_spaced_batches(training, rows_wanted(posterior), posterior)
-    every = _rows(posterior, batches, layer) if parts else None
-    if every is None:
+    parts = _open_parts(posterior, aim)
+    if not parts:
         return posterior
+    layer, limit = last_layer_of(posterior.tangent), rows_wanted(posterior)
+    every: Any = _rows(posterior, evenly_spaced_batches(training, limit, posterior), layer)
     known = None if held_out is None else _rows(posterior, held_out, layer, aim)
     for part in parts:
         train, noise = every.of(part.columns), part.likelihood.noise
@@ -98,16 +98,17 @@ def _with_level(posterior: Posterior, former: Any, held_out: Iterable[Samples], 
 
 def _open_parts(posterior: Posterior, aim: Aim = DEFAULT_AIM) -> list[_Part]:
     """Returns the regressions whose noise or tails are open; those with a noise of each position have none."""
-    found, likelihood, outputs = [], posterior.likelihood, torch.arange(posterior.tangent.outputs)
-    scaled = not posterior.prior.fixed and has_prior(posterior.covariance) and aim.other_way is None
+    found, likelihood = [], posterior.likelihood
     for key, part in likelihood.regressions.items():
+        outputs = torch.arange(posterior.tangent.outputs)
         columns = likelihood.columns(key, len(outputs))
         size, (df, _) = len(outputs[columns]), part.tails_to_fit
         fixed = posterior.noise_fixed if key is None else likelihood.head_numbers[key][2] is None
         constant = fixed or part.noise == "constant"
         if (df is None or not constant) and len(part.noise_ratios or outputs[columns]) == size:
             floor = (part.noise_variance or 0.0) * part.ratios(torch.ones(size).double())
-            found.append(_Part(key, part, columns, floor, fixed, scaled and key is None and not fixed))
+            scaled = key is None and not fixed and not posterior.prior.fixed and has_prior(posterior.covariance)
+            found.append(_Part(key, part, columns, floor, fixed, scaled and aim.other_way is None))
     return found
 
 
