@@ -119,8 +119,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
 
     def residuals(self, outputs: Tensor, targets: Any) -> Tensor:
         """Returns y - f of all heads that are regressions, in float64, (B, C); NaN for other outputs."""
-        outputs = doubled(outputs)
-        found = torch.full_like(outputs, torch.nan)
+        found = torch.full_like(doubled(outputs), torch.nan)
         for key, _, f, y in self.heads(outputs, targets):
             if key in self.regressions:
                 found[:, self.columns(key, outputs.shape[-1])] = self.regressions[key].residuals(f, y)
