@@ -158,10 +158,6 @@ def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) 
         for vector, delta in zip(vectors.values(), problem.precision.tolist(), strict=True):
             vector /= delta
         return
-    dtype, tangent = approximate.dtype, problem.tangent
-    length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product needs several copies of its rows
-    for parts in zip(*(vector.split(length) for vector in vectors.values()), strict=True):
-        moved = {name: placed(part.to(dtype), tangent.device) for name, part in zip(vectors, parts, strict=True)}
-        products = approximate.mv(moved)
-        for part, name in zip(parts, vectors, strict=True):
-            part.copy_(products[name])
+    for part, products in approximate.products(vectors, problem.tangent.memory):
+        for name, vector in vectors.items():
+            vector[part] = products[name].to(vector)

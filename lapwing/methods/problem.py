@@ -15,6 +15,7 @@ from ..likelihoods import Likelihood
 from ..linalg import double_device, generator_on
 from ..network.positions import EXACT_OUTPUTS
 from ..tangent import Cotangents, FisherParts, Tangent
+from ..tangent.retry import MemoryNeed
 from .prior import Prior
 from .state import DataSummary
 
@@ -55,26 +56,6 @@ class Scale:
     def at(self, noise_variance: Any) -> Scale:
         """Returns the scale at another noise variance."""
         return replace(self, noise_variance=noise_variance)
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Tensors that a method cannot split into chunks, and that must fit the memory budget."""
-
-    method: str  # with the option that causes the need
-    bytes: int
-    what: str  # the tensors, such as "their Gram matrix"
-    instead: str  # advice to the user, such as "ask for fewer rows"
-
-    def refusal(self, memory: int) -> str | None:
-        """Returns the message of an error, or None if the tensors fit."""
-        if self.bytes <= memory:
-            return None
-        return (
-            f"{self.method} needs {self.bytes / 2**20:,.0f} MiB for {self.what}, and the memory budget is "
-            f"{memory / 2**20:,.0f} MiB. Pass memory={2 ** (self.bytes - 1).bit_length()} if the machine has it, or "
-            f"{self.instead}."
-        )
 
 
 def root_positions(tangent: Tangent) -> int:
@@ -267,6 +248,4 @@ class Problem:
 
     def require(self, need: MemoryNeed) -> None:
         """Raises if the tensors of a need exceed the memory budget."""
-        refusal = need.refusal(self.tangent.memory)
-        if refusal is not None:
-            raise LapwingError(refusal)
+        need.check(self.tangent.memory)
