@@ -58,8 +58,7 @@ class Novelty:
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
         x = as_inputs(x, self.tangent.model)
-        batched = map(_inputs_of, x) if batches.is_loader(x) else [x]
-        parts = (Inputs.of(part, self.tangent.device) for part in batched)
+        parts = (Inputs.of(part, self.tangent.device) for part in (map(_inputs_of, x) if batches.is_loader(x) else [x]))
         widest = max(size for tensor in self.tensors.values() for size in tensor.shape)
         length = max(1, min(self.tangent.chunk_length(1), self.tangent.memory // (64 * widest)))
         chunks = (chunk for part in parts if part.samples for _, chunk in self.tangent.check(part).chunks(length))

@@ -15,7 +15,6 @@ from ..likelihoods import Likelihood
 from ..linalg import double_device, generator_on
 from ..network.positions import EXACT_OUTPUTS
 from ..tangent import Cotangents, FisherParts, Tangent
-from ..tangent.retry import MemoryNeed
 from .prior import Prior
 from .state import DataSummary
 
@@ -245,7 +244,3 @@ class Problem:
     def block_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Returns zeros (*shape, P_block) for each block, see `zeros`."""
         return {block.name: self.zeros(*shape, block.size, dtype=dtype) for block in self.tangent.blocks}
-
-    def require(self, need: MemoryNeed) -> None:
-        """Raises if the tensors of a need exceed the memory budget."""
-        need.check(self.tangent.memory)

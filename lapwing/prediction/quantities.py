@@ -25,9 +25,8 @@ from ..likelihoods.predictions import tails_of
 from ..linalg import check_draws, is_finite, psd_root, row_products, seeded, total
 from ..network.eager import native, own_parameters, parameters_of
 from ..network.positions import Places
-from ..tangent import Tangent, join
+from ..tangent import MemoryNeed, Tangent, join
 from ..tangent.features import features_at
-from ..tangent.retry import MemoryNeed
 from .uncertain import gradients, prepared
 
 
@@ -151,39 +150,39 @@ def quantity(
         with torch.enable_grad():
             numbers = _numbers(function(f, *arguments), mean, tangent)
             each = numbers.flatten().unbind()
-        count, outputs = numbers.numel(), [rows for rows, *_ in f.calls] if observed else []
-        needed = count * (tangent.size + sum(rows.numel() for rows in outputs)) * covariance.dtype.itemsize
+        count, calls = numbers.numel(), f.calls if observed else []
+        needed = count * (tangent.size + sum(rows.numel() for rows, *_ in calls)) * covariance.dtype.itemsize
         what, instead = f"the gradients of {count:,} numbers", "return fewer numbers at a time"
-        MemoryNeed("posterior.of", needed, what, instead).check(tangent.memory)
+        tangent.require(MemoryNeed("posterior.of", needed, what, instead))
         like: Any = {"dtype": covariance.dtype, "device": covariance.device}
         gradient = gradient or {block.name: torch.zeros(count, block.size, **like) for block in tangent.blocks}
-        errors = _errors(tangent, likelihood, f.calls[: len(outputs)])
-        root = numbers.new_zeros(count, sum(map(len, outputs)), tangent.outputs)  # of the covariance of the noise
-        slopes = _gradients(each, [*f.treated.values(), *outputs], list(f.others.values()))
+        errors = _errors(tangent, likelihood, calls)
+        root = numbers.new_zeros(count, sum(len(std) for _, std in errors), tangent.outputs)  # of the noise
+        slopes = _gradients(each, [*f.treated.values(), *(rows for rows, *_ in calls)], list(f.others.values()))
         for i, by in enumerate(slopes):
             for name, part in join(tangent.blocks, dict(zip(f.treated, by, strict=False))).items():
                 gradient[name][i] += part[0].to(gradient[name])
-            for (rows, std), part in zip(errors, by[len(f.treated) :], strict=True):
-                root[i].index_add_(0, rows, part[0] * std)
+            for (measured, std), part in zip(errors, by[len(f.treated) :], strict=True):
+                root[i].index_add_(0, measured, part[0] * std)
         if not all(map(is_finite, [numbers.detach(), root, *gradient.values()])):
             raise LapwingError(
                 "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as "
                 "the root or norm of 0 has. Return finite ones, such as the square instead of the root."
             )
-        noise = noise + row_products(root.flatten(1), root.flatten(1))
+        noise = noise + row_products(root.flatten(1), root.flatten(1)).to(numbers) if calls else noise
         mean = numbers.detach() if mean is None else mean + numbers.detach()
     if mean is None:
         raise LapwingError("The data of posterior.of yield no batch. Check the dataset's length.")
-    matrix = mean.new_empty(mean.numel(), mean.numel())
-    for part, products in covariance.products(gradient, tangent.memory):
-        matrix[part] = total(row_products(products[name], gradient[name]) for name in gradient).to(matrix)
-    return Quantity(mean, ((matrix + matrix.T) / 2 + noise).to(mean.dtype).reshape(mean.shape * 2))
+    matrix = mean.new_zeros(mean.numel(), mean.numel())
+    for rows, products in covariance.products(gradient, tangent.memory):
+        matrix[rows] = total(row_products(products[name], gradient[name]) for name in gradient).to(matrix)
+    return Quantity(mean, (matrix + matrix.T).div_(2).add_(noise).reshape(mean.shape * 2))
 
 
 def _errors(
     tangent: Tangent, likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Inputs]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns the numbers of the measurements (B T,) at the rows of each call, and their standard deviations (B T, C).
+    """Returns the numbers of the measurements (B T,) and their standard deviations (B T, C) at the rows of each call.
 
     Calls share the noise of rows with equal inputs. Equal rows of one call have separate noise: the k-th of them shares
     its noise with the k-th of another call.
@@ -191,14 +190,15 @@ def _errors(
     numbered, deviations = [], []
     for rows, places, inputs in calls:
         keys = inputs.digests().repeat_interleave(places.count)
-        ordered_keys, order = keys.sort(stable=True)
-        k = torch.arange(len(keys), device="cpu") - torch.searchsorted(ordered_keys, ordered_keys)
-        numbered.append(torch.stack([keys, torch.empty_like(k).index_copy(0, order, k)], 1))
+        ascending, order = keys.sort(stable=True)
+        k = torch.arange(len(keys), device="cpu") - torch.searchsorted(ascending, ascending)
+        numbered.append(torch.stack([ascending, k], 1)[order.argsort()])
         deviations.append(noise_of(tangent, likelihood, rows, places, inputs).sqrt())
     if not calls:
         return []
-    _, same = torch.cat(numbered).unique(dim=0, return_inverse=True)
-    return [(i.to(std.device), std) for i, std in zip(same.split([*map(len, deviations)]), deviations, strict=True)]
+    _, measured = torch.cat(numbered).unique(dim=0, return_inverse=True)
+    parts = measured.to(tangent.device).split([len(std) for std in deviations])
+    return list(zip(parts, deviations, strict=True))
 
 
 def noise_of(tangent: Tangent, likelihood: Likelihood, rows: Tensor, places: Places, inputs: Inputs) -> Tensor:
@@ -250,9 +250,7 @@ def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
     return numbers
 
 
-def _gradients(
-    numbers: Sequence[Tensor], wanted: Sequence[Tensor], others: Sequence[Tensor]
-) -> Iterator[list[Tensor]]:
+def _gradients(numbers: Sequence[Tensor], wanted: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yields the gradients (1, *shape) of one number after the other. Raises unless a number depends on f."""
     depends = False
     for number in numbers:

@@ -63,12 +63,6 @@ class MemoryNeed:
             f"has it, or {self.instead}."
         )
 
-    def check(self, memory: int) -> None:
-        """Raises if the tensors exceed the budget."""
-        refusal = self.refusal(memory)
-        if refusal is not None:
-            raise LapwingError(refusal)
-
 
 def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:
     """Returns `compute()`. If memory runs out with several samples, halves the chunk length and calls it again."""

@@ -25,8 +25,7 @@ from ...network.eager import without_compiled
 from ...network.entry import outside_modes
 from ...network.refusals import check_layers
 from ...options import Rule, option
-from ...tangent import Tangent
-from ...tangent.retry import MemoryNeed
+from ...tangent import MemoryNeed, Tangent
 from ..way import Way
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ class Streamlined(Way):
         """Returns the number of samples that fit the memory budget, at least one. Full covariances of one must fit."""
         needed = self.program(tangent, covariance, inputs).bytes_per_sample
         if self.covariance == "full":
-            MemoryNeed(str(self), needed, f"one sample of {inputs}", "write via=lw.Streamlined()").check(tangent.memory)
+            tangent.require(MemoryNeed(str(self), needed, f"one sample of {inputs}", "write via=lw.Streamlined()"))
         return max(1, tangent.memory // needed)
 
     def program(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Program | FullProgram:
