@@ -138,6 +138,13 @@ class Covariance(Stored):
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns n draws of `N(0, Σ)`: block name -> (n, P_block)."""
 
+    def samples(self, count: int, generator: torch.Generator, length: int) -> Iterator[tuple[slice, Vectors]]:
+        """Yields slices of n draws and their values, about `length` at a time, or at once if Σ is made of draws."""
+        length = count if self.distinct_draws else max(1, length)  # parts would repeat the same draws
+        for start in range(0, count, length):
+            rows = slice(start, min(start + length, count))
+            yield rows, self.sample(rows.stop - start, generator)
+
     @abstractmethod
     def diagonal(self) -> Vectors:
         """Returns the marginal variances: block name -> (P_block,)."""

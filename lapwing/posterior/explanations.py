@@ -222,10 +222,7 @@ def _checked(posterior: Posterior, x: Any) -> Inputs:
 def _records(
     posterior: Posterior, inputs: Inputs, given: AnyCotangents = None, others: int | None = None
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields records of chunks of samples, with C or the given cotangents.
-
-    Two records fit the memory budget with their joint covariance, if the other one has C or `others` cotangents.
-    """
+    """Yields records of chunks, which fit the budget with another of C or `others` cotangents and their covariance."""
     tangent, covariance = posterior.tangent, posterior.covariance
     cotangents, dtype = as_cotangents(given, tangent.outputs), covariance.record_dtype
     columns = cotangents.columns or tangent.outputs

@@ -18,12 +18,12 @@ from ..display import Displayed, warns_once
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
-from ..linalg import check_memory
+from ..linalg import check_draws
 from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
-from ..options import SEED, check_argument, instance_of, integer, positive
+from ..options import SEED, check_argument, instance_of, positive
 from ..prediction import Aim, DefaultWay, Quantity, Way
 from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
@@ -479,14 +479,16 @@ class Posterior(Displayed, Generic[P]):
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        check_argument("posterior.sample", "n", n, integer(1, text="a whole number of at least 1"), "5")
+        check_draws("posterior.sample", "n", n, self.tangent.size)
         check_argument("posterior.sample", "seed", seed, SEED, "0")
         self._check_network()
-        check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, parameters = self.tangent.mean(), self.tangent.parameters
-        deviations = self.covariance.sample(n, generator)
-        draws = {name: mean[name] + deviation.to(mean[name]) for name, deviation in deviations.items()}
+        draws = {name: values.new_empty(int(n), len(values)) for name, values in mean.items()}
+        length = self.tangent.memory // (8 * self.tangent.size * self.covariance.dtype.itemsize)
+        for rows, deviations in self.covariance.samples(int(n), generator, length):
+            for name, deviation in deviations.items():
+                draws[name][rows] = mean[name] + deviation.to(mean[name])
         draws = {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
         return self.tangent.native(draws)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import signature
@@ -158,12 +158,18 @@ def quantity(
         gradient = gradient or {block.name: torch.zeros(count, block.size, **like) for block in tangent.blocks}
         errors = _errors(tangent, likelihood, calls)
         root = numbers.new_zeros(count, sum(len(std) for _, std in errors), tangent.outputs)  # of the noise
-        slopes = _gradients(each, [*f.treated.values(), *(rows for rows, *_ in calls)], list(f.others.values()))
-        for i, by in enumerate(slopes):
-            for name, part in join(tangent.blocks, dict(zip(f.treated, by, strict=False))).items():
-                gradient[name][i] += part[0].to(gradient[name])
-            for (measured, std), part in zip(errors, by[len(f.treated) :], strict=True):
-                root[i].index_add_(0, measured, part[0] * std)
+        wanted, depends = [*f.treated.values(), *(rows for rows, *_ in calls)], False
+        for i, (found, slopes) in enumerate(gradients(each, wanted, list(f.others.values()))):
+            depends = depends or found
+            for name, part in join(tangent.blocks, dict(zip(f.treated, slopes, strict=False))).items():
+                gradient[name][i] += part.to(gradient[name])
+            for (measured, std), slope in zip(errors, slopes[len(f.treated) :], strict=True):
+                root[i].index_add_(0, measured, slope * std)
+        if not depends:
+            raise LapwingError(
+                "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network "
+                "itself."
+            )
         if not all(map(is_finite, [numbers.detach(), root, *gradient.values()])):
             raise LapwingError(
                 "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as "
@@ -248,16 +254,3 @@ def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
             "Return the same shape for each batch, such as f(batch[0]).sum(0): lapwing adds up the batches."
         )
     return numbers
-
-
-def _gradients(numbers: Sequence[Tensor], wanted: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields the gradients (1, *shape) of one number after the other. Raises unless a number depends on f."""
-    depends = False
-    for number in numbers:
-        found = gradients([number], wanted, others)
-        depends = depends or found is not None
-        yield [x.new_zeros(1, *x.shape) for x in wanted] if found is None else found
-    if not depends:
-        raise LapwingError(
-            "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network itself."
-        )
