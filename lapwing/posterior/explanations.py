@@ -77,8 +77,8 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
         )
     # J_l (Σ Jᵀ)_l (B, C) of each layer, from rows of J and their products with Σ
     outputs, dtype, noise = tangent.outputs, covariance.record_dtype, []
-    like: Any = {"dtype": tangent.dtype, "device": tangent.device}
-    shares = {block.name: torch.zeros(checked.samples, outputs, **like) for block in tangent.blocks}
+    zeros = torch.zeros(checked.samples, outputs, dtype=tangent.dtype, device=tangent.device)
+    shares = {block.name: zeros.clone() for block in tangent.blocks}
     copies = 8 * tangent.size  # numbers for each row of J
     length = max(1, tangent.memory // (copies * covariance.dtype.itemsize))
     for columns in (slice(first, min(first + length, outputs)) for first in range(0, outputs, length)):
