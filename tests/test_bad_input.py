@@ -471,7 +471,7 @@ REFUSED = [
     (lambda: predict(X, link=lw.Probit), "Probit (a class … link=Probit()"),
     (lambda: predict(X, link=lw.SampledLink(), generator=3), "generator=3 … manual_seed(0)"),
     (lambda: posterior().latent([X, X], joint=True), "loader has no joint latent … Pass a tensor"),
-    (lambda: posterior().sample(0), "posterior.sample(n=0) … at least 1 … n=5"),
+    (lambda: posterior().sample(0), "posterior.sample(n=0) … at least 1 … n=512"),
     (lambda: posterior().sample(2, seed=-1), "seed=-1 … from 0 to … seed=0"),
     (lambda: posterior().latent(X).sample("a"), "n='a' … at least 1 … sample(n=512)"),
     (lambda: predict(X).sample(0), "n=0 … whole number … sample(n=512)"),

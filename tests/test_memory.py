@@ -5,12 +5,11 @@ The decomposition of a wide factor needs more: up to 24 bytes for each of its nu
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lapwing as lw
 from benchmarks.cost import cnn, mlp
@@ -20,6 +19,7 @@ from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.methods.prior import Prior
 from lapwing.prediction.way import Way
 from papers.common.measure import LiveBytes
+from tests.peaks import storages
 
 BUDGET = 2**24
 METHODS = (
@@ -34,16 +34,6 @@ WAYS = (
 WIDEST = {"mlp": 785, "cnn": 1569}  # factors
 CASES = [(method, lw.Linearized()) for method in METHODS] + [(method, way) for method in METHODS[:2] for way in WAYS]
 NETWORKS = {"mlp": (mlp, (784,)), "cnn": (cnn, (1, 28, 28))}
-
-
-def storages(value: Any) -> dict[int, int]:
-    """The bytes of every storage that a latent or posterior keeps."""
-    if isinstance(value, Tensor):
-        return {value.untyped_storage()._cdata: value.untyped_storage().nbytes()}
-    if isinstance(value, lw.Posterior):
-        return storages(list(value.covariance.tensors().values()))
-    parts = value if isinstance(value, (list, tuple)) else vars(value).values() if is_dataclass(value) else ()
-    return {key: size for part in parts for key, size in storages(part).items()}
 
 
 def beside(live: LiveBytes, returned: Any) -> float:

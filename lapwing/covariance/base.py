@@ -6,7 +6,7 @@ A vector over the weights is a dict: block name -> (..., P_block).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -127,9 +127,23 @@ class Covariance(Stored):
     def mv(self, vectors: Vectors) -> Vectors:
         """Returns `Σ v`."""
 
+    def products(self, vectors: Vectors, memory: int) -> Iterator[tuple[slice, Vectors]]:
+        """Yields `Σ v` for slices of the rows of v (n, P_block) whose copies in a product fit the memory budget."""
+        count = len(next(iter(vectors.values())))
+        length = max(1, memory // (8 * self.dtype.itemsize * self.size))  # about seven copies
+        for rows in (slice(start, start + length) for start in range(0, count, length)):
+            yield rows, self.mv({name: v[rows].to(self.device, self.dtype) for name, v in vectors.items()})
+
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator) -> Vectors:
         """Returns n draws of `N(0, Σ)`: block name -> (n, P_block)."""
+
+    def samples(self, count: int, generator: torch.Generator, length: int) -> Iterator[tuple[slice, Vectors]]:
+        """Yields slices of n draws and their values, about `length` at a time, or at once if Σ is made of draws."""
+        length = count if self.distinct_draws else max(1, length)  # parts would repeat the same draws
+        for start in range(0, count, length):
+            rows = slice(start, min(start + length, count))
+            yield rows, self.sample(rows.stop - start, generator)
 
     @abstractmethod
     def diagonal(self) -> Vectors:

@@ -58,9 +58,15 @@ class Novelty:
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
         x = as_inputs(x, self.tangent.model)
-        parts = map(Inputs.of, map(_inputs_of, x) if batches.is_loader(x) else [x])
-        scores = [self.score(features_of(self.tangent, part)) for part in parts if part.samples]
-        if not scores:
+        widest = max(size for tensor in self.tensors.values() for size in tensor.shape)
+        length = max(1, min(self.tangent.chunk_length(1), self.tangent.memory // (64 * widest)))
+        scores, like = [], next(iter(self.tensors.values()))
+        for part in map(_inputs_of, x) if batches.is_loader(x) else [x]:
+            inputs = Inputs.of(part, self.tangent.device)
+            scores.append(like.new_empty(inputs.samples))
+            for rows, chunk in self.tangent.check(inputs).chunks(length) if inputs.samples else ():
+                scores[-1][rows] = self.score(features_of(self.tangent, chunk))
+        if not sum(map(len, scores)):
             raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
         return torch.cat(scores)
 

@@ -38,7 +38,7 @@ def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None
     """Yields latent draws of at least float32 in chunks (s, B, C), with `count` draws in total, or all weight draws."""
     step = max(1, _DRAWN_NUMBERS // max(1, latent.mean.numel()))
     if latent.draws is not None:
-        yield from (at_least_float32(chunk) for chunk in latent.draws.split(step))
+        yield from (at_least_float32(chunk) for chunk in latent.draws.split(max(1, step // 8)))
         return
     generator = seeded(generator, latent.mean.device)
     for start in range(0, count, step):

@@ -7,6 +7,7 @@ method. Mean field and SWAG are in `fitting/`, since they also make posteriors w
 
 from __future__ import annotations
 
+from ..tangent import MemoryNeed
 from .diagonal import Diagonal
 from .ella import ELLA
 from .footprint import FitShape, Footprint
@@ -27,7 +28,7 @@ from .passes import (
     run_curvature_pass,
     with_seen,
 )
-from .problem import FisherRoot, MemoryNeed, Problem, Seen
+from .problem import FisherRoot, Problem, Seen
 from .state import BlockSums, DataSummary, State
 from .subset_of_data import SubsetOfData
 from .subset_of_weights import SubsetOfWeights

@@ -12,8 +12,8 @@ import torch
 from ..covariance import Covariance
 from ..data.inputs import Inputs
 from ..likelihoods import Likelihood
-from ..tangent import Tangent
-from .problem import MemoryNeed, root_columns, root_positions
+from ..tangent import MemoryNeed, Tangent
+from .problem import root_columns, root_positions
 
 DECOMPOSITION_BYTES = 24  # per entry of a matrix that is decomposed: its copy in float64, and LAPACK's workspace
 

@@ -12,10 +12,10 @@ from ..covariance.base import split_blocks
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
-from ..tangent import Tangent
+from ..tangent import MemoryNeed, Tangent
 from .footprint import FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
-from .problem import MemoryNeed, Problem
+from .problem import Problem
 from .state import TensorSum
 from .subspace import orthonormal_span, stored_on_basis
 
@@ -50,7 +50,7 @@ class Full(Method):
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
         rows = (yield SamplesSeen()).count * problem.root.columns
-        problem.require(self._need(problem.tangent, rows))
+        problem.tangent.require(self._need(problem.tangent, rows))
         curvature = DenseCurvature(problem) if self._is_primal(problem.tangent, rows) else AllRows(problem, rows)
         return (yield from run_curvature_pass(curvature))
 

@@ -16,10 +16,10 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
-from ..tangent import Tangent
+from ..tangent import MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
-from .problem import MemoryNeed, Problem
+from .problem import Problem
 from .state import BlockSums, State
 
 MatrixSums = MatrixJacobian | FisherSums  # `Record.sums` of a block with a matrix layout
@@ -71,7 +71,7 @@ class KFAC(Method):
         return MemoryNeed(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
 
     def _factor_pass(self, problem: Problem) -> _FactorPass:
-        problem.require(self._need(problem.tangent))
+        problem.tangent.require(self._need(problem.tangent))
         problem = problem.with_drawn_root() if self.fisher == "sampled" else problem
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 

@@ -17,11 +17,11 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
 from ..options import at_least, instance_of, option
-from ..tangent import Anchors, Tangent, Vectors
+from ..tangent import Anchors, MemoryNeed, Tangent, Vectors
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .kfac import KFAC
 from .passes import Method, Passes, SamplesSeen, Step, check_within, prior_covariance, with_seen
-from .problem import MemoryNeed, Problem
+from .problem import Problem
 from .rows import anchors_at, choose
 from .subspace import Residual, footprint_on_rows, leading_of, on_basis, record_dtype
 
@@ -108,7 +108,7 @@ class OptimalSubspace(Method):
         tangent, blocks = problem.tangent, problem.tangent.blocks
         dtype = record_dtype(tangent, self.residual)
         for need in self._needs(tangent, len(anchors), dtype):
-            problem.require(need)
+            problem.tangent.require(need)
         fits = 2 * len(anchors) * tangent.size * torch.float64.itemsize <= tangent.memory
         precise = torch.float64 if fits else dtype
         all_rows = [(torch.arange(len(anchors)), anchors.rows(precise))] if fits else None
@@ -158,10 +158,6 @@ def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) 
         for vector, delta in zip(vectors.values(), problem.precision.tolist(), strict=True):
             vector /= delta
         return
-    dtype, tangent = approximate.dtype, problem.tangent
-    length = max(1, tangent.memory // (8 * dtype.itemsize * tangent.size))  # a product needs several copies of its rows
-    for parts in zip(*(vector.split(length) for vector in vectors.values()), strict=True):
-        moved = {name: placed(part.to(dtype), tangent.device) for name, part in zip(vectors, parts, strict=True)}
-        products = approximate.mv(moved)
-        for part, name in zip(parts, vectors, strict=True):
-            part.copy_(products[name])
+    for part, products in approximate.products(vectors, problem.tangent.memory):
+        for name, vector in vectors.items():
+            vector[part] = products[name].to(vector)

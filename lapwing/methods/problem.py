@@ -57,26 +57,6 @@ class Scale:
         return replace(self, noise_variance=noise_variance)
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Tensors that a method cannot split into chunks, and that must fit the memory budget."""
-
-    method: str  # with the option that causes the need
-    bytes: int
-    what: str  # the tensors, such as "their Gram matrix"
-    instead: str  # advice to the user, such as "ask for fewer rows"
-
-    def refusal(self, memory: int) -> str | None:
-        """Returns the message of an error, or None if the tensors fit."""
-        if self.bytes <= memory:
-            return None
-        return (
-            f"{self.method} needs {self.bytes / 2**20:,.0f} MiB for {self.what}, and the memory budget is "
-            f"{memory / 2**20:,.0f} MiB. Pass memory={2 ** (self.bytes - 1).bit_length()} if the machine has it, or "
-            f"{self.instead}."
-        )
-
-
 def root_positions(tangent: Tangent) -> int:
     """Returns the number of positions of an input that one Fisher root covers."""
     return 1 if tangent.positions.rows_are_positions else tangent.positions.count
@@ -264,9 +244,3 @@ class Problem:
     def block_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Returns zeros (*shape, P_block) for each block, see `zeros`."""
         return {block.name: self.zeros(*shape, block.size, dtype=dtype) for block in self.tangent.blocks}
-
-    def require(self, need: MemoryNeed) -> None:
-        """Raises if the tensors of a need exceed the memory budget."""
-        refusal = need.refusal(self.tangent.memory)
-        if refusal is not None:
-            raise LapwingError(refusal)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from ..options import at_least, option
-from ..tangent import Tangent
+from ..tangent import MemoryNeed, Tangent
 from .ella import ELLA
 from .footprint import FitShape, Footprint
 from .full import Full
 from .passes import Batch, FitResult, LabelsOfData, Method, Passes, SamplesSeen, SumPass
-from .problem import MemoryNeed, Problem, Seen
+from .problem import Problem, Seen
 from .rows import choose, choose_balanced, class_labels
 from .state import DataSummary, State
 
@@ -60,7 +60,7 @@ class SubsetOfData(Method):
         summary = DataSummary()
         method = self._exact(problem.tangent, len(places), problem.root.columns)
         if isinstance(method, ELLA):
-            problem.require(_need(len(places), problem.tangent.width))
+            problem.tangent.require(_need(len(places), problem.tangent.width))
         passes, answer = method.passes(problem), None
         while True:
             try:

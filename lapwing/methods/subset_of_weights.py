@@ -15,11 +15,11 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import doubled
 from ..options import Rule, at_least, option, required
-from ..tangent import Block, Tangent
+from ..tangent import Block, MemoryNeed, Tangent
 from .diagonal import SquaredSums
 from .footprint import FitShape, Footprint
 from .passes import Method, Passes, Step, with_seen
-from .problem import MemoryNeed, Problem
+from .problem import Problem
 from .subspace import Residual, on_basis, record_dtype, stored_on_basis
 
 
@@ -80,7 +80,7 @@ class SubsetOfWeights(Method):
 
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
-        problem.require(self._need())
+        problem.tangent.require(self._need())
         scores = yield from self._scores(problem)
         picked = scores.argsort(descending=True, stable=True)[: self.size]
         basis = CoordinateBasis(problem.tangent.blocks, picked, record_dtype(problem.tangent, self.residual))

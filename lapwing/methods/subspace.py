@@ -14,10 +14,10 @@ from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWi
 from ..covariance.base import split_blocks
 from ..covariance.dense import expand
 from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
-from ..tangent import Anchors, Tangent
+from ..tangent import Anchors, MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
-from .problem import MemoryNeed, Problem
+from .problem import Problem
 from .state import State
 
 log = logging.getLogger("lapwing")
@@ -102,7 +102,7 @@ def span_of_anchors(problem: Problem, anchors: Anchors, rank: int, residual: Res
     scales = {block.name: 1 / r for block, r in zip(tangent.blocks, ratios.tolist(), strict=True)}
     needed = rank * tangent.size * dtype.itemsize
     explicit = needed <= tangent.memory
-    problem.require(_need(len(anchors)))
+    problem.tangent.require(_need(len(anchors)))
     precise = torch.float64 if not explicit else dtype
     coefficients = leading_of(lambda dtype: anchors.gram(scales, dtype), rank, precise)
     if not explicit:

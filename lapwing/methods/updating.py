@@ -19,10 +19,11 @@ from ..covariance import (
 from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
+from ..tangent import MemoryNeed
 from .full import AllRows, DenseCurvature
 from .kfac import Factors, _FactorPass
 from .passes import CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
-from .problem import MemoryNeed, Problem
+from .problem import Problem
 from .state import State, TensorSum
 from .subspace import ProjectedCurvature, ProjectionPass
 
@@ -67,7 +68,7 @@ class _MoreRows(AllRows):
         count = samples * problem.root.columns
         needed = 16 * (count + rows.rank) * problem.tangent.size
         what, instead = f"{count + rows.rank} rows", "fit lw.Full(form='primal')"
-        problem.require(MemoryNeed("The dual form of Full", needed, what, instead))
+        problem.tangent.require(MemoryNeed("The dual form of Full", needed, what, instead))
         super().__init__(problem, count)
         self._former, self._former_curvature = rows, curvature
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, total
+from ..prediction.linearized import Selection
 from ..prediction.quantities import noise_of, one_batch
-from ..tangent import Reading, Record
+from ..tangent import AnyCotangents, MemoryNeed, Reading, Record, as_cotangents
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -74,28 +76,54 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
             "as lambda x: (x - mean).norm(dim=1)."
         )
     # J_l (Σ Jᵀ)_l (B, C) of each layer, from rows of J and their products with Σ
-    noise, shares = [], []
-    scratch = 3 * tangent.outputs * tangent.size
-    for part, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
-        outputs = record.outputs.detach()
-        places = tangent.positions.places(len(outputs), ())
-        noise.append(noise_of(tangent, posterior.likelihood, outputs, places, checked.take(part)))
-        rows = split_blocks(covariance.blocks, record.rows().detach().flatten(0, 1).to(covariance.dtype))
-        products = covariance.mv(rows)
-        shares.append({name: (rows[name] * products[name]).sum(-1).view_as(outputs) for name in rows})
-    weights = {name: torch.cat([part[name] for part in shares]).to(tangent.dtype) for name in shares[0]}
-    pulling = None
-    if train is not None:
-        pulls = influence(posterior, train, checked).square().sum(1)
-        pulling = pulls.topk(min(LISTED_ROWS, pulls.shape[-1])).indices
-    return Explanation(torch.cat(noise), weights, scores, pulling)
+    outputs, dtype, noise = tangent.outputs, covariance.record_dtype, []
+    zeros = torch.zeros(checked.samples, outputs, dtype=tangent.dtype, device=tangent.device)
+    shares = {block.name: zeros.clone() for block in tangent.blocks}
+    copies = 8 * tangent.size  # numbers for each row of J
+    length = max(1, tangent.memory // (copies * covariance.dtype.itemsize))
+    for columns in (slice(first, min(first + length, outputs)) for first in range(0, outputs, length)):
+        chosen = range(outputs)[columns]
+        cotangents = None if len(chosen) == outputs else Selection(chosen, outputs)
+        for part, record in tangent.records(checked, cotangents, dtype, Reading(len(chosen) * copies)):
+            if not columns.start:
+                at, places = record.outputs.detach(), tangent.positions.places(record.samples, ())
+                noise.append(noise_of(tangent, posterior.likelihood, at, places, checked.take(part)))
+            rows = split_blocks(covariance.blocks, record.rows().detach().flatten(0, 1).to(covariance.dtype))
+            products = covariance.mv(rows)
+            for name, share in shares.items():
+                share[part, columns] = (rows[name] * products[name]).sum(-1).view(-1, len(chosen)).to(share)
+    pulling = None if train is None else _strongest(posterior, train, checked)
+    return Explanation(torch.cat(noise), shares, scores, pulling)
+
+
+def _strongest(posterior: Posterior, train: Any, inputs: Inputs) -> Tensor:
+    """Returns the numbers of the training rows with the largest sums over outputs of squared influences, (B, 5)."""
+    data, steps = _steps(posterior, train)
+    best = torch.full((inputs.samples, LISTED_ROWS), -1.0, dtype=steps.dtype, device=steps.device)
+    numbers = torch.zeros_like(best, dtype=torch.long)
+    for part, rows, changes in _changes(posterior, data, steps, inputs):
+        new = torch.arange(rows.start, rows.stop, device=steps.device).expand(len(changes), -1)
+        every = torch.cat([best[part], changes.square().sum(1).to(best)], 1)
+        best[part], order = every.topk(LISTED_ROWS)
+        numbers[part] = torch.cat([numbers[part], new], 1).gather(1, order)
+    return numbers[:, : len(steps)]
 
 
 @torch.no_grad()
 def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
     """Returns the change of f(x) if a training row is removed, (B, C, n): see `Posterior.influence`."""
+    inputs = _checked(posterior, x)
+    data, steps = _steps(posterior, train)
+    every = steps.new_empty(inputs.samples, posterior.tangent.outputs, len(steps))
+    for part, rows, changes in _changes(posterior, data, steps, inputs):
+        every[part, :, rows] = changes
+    return every
+
+
+def _steps(posterior: Posterior, train: Any) -> tuple[Data, Tensor]:
+    """Returns the training data and `u = (I - ΛV)⁻¹ r` (n, C) of each row: `-Σ Jᵀ u` is the step of the weights."""
     tangent, likelihood = posterior.tangent, posterior.likelihood
-    inputs, changes, leverages = _checked(posterior, x), [], []
+    moved, scores, leverages = [], [], []
     data = Data.of(train, posterior, posterior.method.sample_weights)
     batches.check_loader(data.loader, "posterior.influence")
     data.first_of_rank("the numbers of training rows need")
@@ -105,20 +133,21 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
         for part, record in _records(posterior, tangent.check(samples.inputs)):
             # 1. r = k ∂log p(y_n|f_n) (n, C, 1), and R (n, C, R) with Λ = R Rᵀ; r and Λ times the weight of the row
             score = posterior.scale.of_likelihood * doubled(likelihood.score(record.outputs, targets[part]))[..., None]
-            root = _root(posterior, record, targets[part])
+            root = _root(posterior, record.outputs, targets[part])
             if weights is not None:
                 times = doubled(weights[part])[:, None, None]
                 score, root = times * score, times.sqrt() * root
             # 2. (Σ⁻¹ - JᵀΛJ)⁻¹ Jᵀ r = Σ Jᵀ (I - ΛV)⁻¹ r, the step of the weights from which the row is removed
-            half, inner = _leverage(posterior, record, root)
+            half = root.mT @ _covariance(posterior, record)  # RᵀV (n, R, C)
+            inner = half @ root
             # 3. (I - R RᵀV)⁻¹ r = r + R (I - RᵀVR)⁻¹ RᵀV r
-            moved = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)
-            # 4. -Cov(f(x), f_n) times it, and times r alone (B, C, n, 2)
-            changes.append(-_products(posterior, inputs, record, torch.cat([moved, score], -1)))
+            each = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)
+            moved.append(each[..., 0].to(tangent.dtype))
+            scores.append(score[..., 0].to(tangent.dtype))
             leverages.append(torch.linalg.eigvalsh(inner)[:, -1])
-    if not changes:
+    if not moved:
         raise LapwingError("The training data of posterior.influence yield no row. Check the dataset's length.")
-    every, highest = torch.cat(changes, 2), torch.cat(leverages)
+    highest = torch.cat(leverages)
     above = int((highest >= 1).sum())
     if above:
         log.warning(
@@ -127,40 +156,56 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
             "Pass the rows of the fit, and fit lw.Full(), or params=lw.last_layer if the network is too large for it.",
             above, len(highest),
         )  # fmt: skip
-    return every[..., 1 if above else 0].to(tangent.dtype)
+    return data, torch.cat(scores if above else moved)
+
+
+def _changes(posterior: Posterior, data: Data, steps: Tensor, inputs: Inputs) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yields slices of the inputs and of the training rows, and the changes `-Cov(f(x), f_n) u_n` (b, C, n)."""
+    tangent, covariance = posterior.tangent, posterior.covariance
+    for samples in data:
+        vectors = steps[samples.start : samples.start + samples.count, :, None]
+        for part, record in _records(posterior, tangent.check(samples.to(tangent.device).inputs), vectors):
+            rows = slice(samples.start + part.start, samples.start + part.stop)
+            for here, other in _records(posterior, inputs, others=1):
+                yield here, rows, -covariance.joint_output_covariance(other, record)[..., 0].to(steps)
 
 
 @torch.no_grad()
 def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Tensor:
     """Returns the expected fall of the variance of the targets by a label, (n,): see `Posterior.value`."""
-    pool, inputs = _checked(posterior, candidates), _checked(posterior, targets)
+    tangent, pool, inputs = posterior.tangent, _checked(posterior, candidates), _checked(posterior, targets)
     none = given is None or tuple(getattr(given, "shape", ())[:1]) == (0,)
-    known = None if none else _checked(posterior, given)
-    falls = []
+    known: Any = None if none else _checked(posterior, given)
+    falls, root = doubled(torch.zeros(pool.samples, device=tangent.device)), partial(_root, posterior)
+    joint = posterior.covariance.joint_output_covariance
+
+    def coupled(record: Record) -> Tensor:
+        """Returns `Rᵀ C_gx` (g R', x R) for the labels g that will be known and the samples x of a record."""
+        parts = [doubled(joint(labels, record)) for _, labels in _records(posterior, known, root)]
+        return torch.cat(parts).flatten(2).flatten(0, 1)
+
     if known is not None:
-        # 1. with the labels g that will be known: L Lᵀ = I + RᵀV_ggR (g R', g R') and L⁻¹ Rᵀ C_gt (g R', m C)
-        labelled = posterior.tangent.record(known, dtype=posterior.covariance.record_dtype)
-        at = _root(posterior, labelled)  # R (g, C, R')
-        among = torch.einsum("gcr,gchs->grhs", at, _products(posterior, known, labelled, at))
-        among = among.flatten(2).flatten(0, 1)
+        # 1. L Lᵀ = I + RᵀV_ggR (g R', g R')
+        needed, what = 24 * (known.samples * tangent.outputs) ** 2, f"the covariance of {known.samples} given inputs"
+        tangent.require(MemoryNeed("posterior.value", needed, what, "pass fewer of them"))
+        among = torch.cat([coupled(record) for _, record in _records(posterior, known, root)], 1)
         factor = cholesky(_eye(among) + among)
-        of_targets = _whitened(factor, _products(posterior, inputs, labelled, at).flatten(2).flatten(0, 1).T)
-    for _, record in _records(posterior, pool):
-        root = _root(posterior, record)
-        # 2. C_ta R (m, C, n, R') and RᵀV_aaR (n, R', R') of the candidates a
-        between = _products(posterior, inputs, record, root)
-        _, inner = _leverage(posterior, record, root)
+    for part, record in _records(posterior, pool, root):
+        # 2. RᵀV_aaR (n, R', R') of the candidates a, without what the given labels explain
+        inner = _covariance(posterior, record)
         if known is not None:
-            # 3. both without what the given labels explain: C_ta - C_tg R (L Lᵀ)⁻¹ Rᵀ C_ga
-            of_rows = torch.einsum("gcr,gcns->grns", at, _products(posterior, known, record, root))
-            of_rows = _whitened(factor, of_rows.flatten(2).flatten(0, 1))
-            between = between - (of_targets.T @ of_rows).view_as(between)
+            of_rows = _whitened(factor, coupled(record))  # L⁻¹ Rᵀ C_ga R
             each = of_rows.unflatten(1, (record.samples, -1))
             inner = inner - torch.einsum("knr,kns->nrs", each, each)
-        # 4. the fall tr[C_ta R (I + RᵀVR)⁻¹ Rᵀ C_at], by a Cholesky factor of I + RᵀVR
-        white = _whitened(cholesky(_eye(inner) + inner), between.permute(2, 3, 0, 1).flatten(2))
-        falls.append(white.square().sum((1, 2)))
-    return torch.cat(falls).to(posterior.tangent.dtype)
+        lower = cholesky(_eye(inner) + inner)
+        for _, other in _records(posterior, inputs):
+            # 3. C_ta R (t, C, n, R') of some targets t, also without that: C_ta R - C_tg R (L Lᵀ)⁻¹ Rᵀ C_ga R
+            between = doubled(joint(other, record))
+            if known is not None:
+                between -= (_whitened(factor, coupled(other)).T @ of_rows).view_as(between)
+            # 4. the fall tr[C_ta R (I + RᵀVR)⁻¹ Rᵀ C_at], by a Cholesky factor of I + RᵀVR
+            falls[part] += _whitened(lower, between.permute(2, 3, 0, 1).flatten(2)).square().sum((1, 2))
+    return falls.to(tangent.dtype)
 
 
 def _checked(posterior: Posterior, x: Any) -> Inputs:
@@ -174,34 +219,30 @@ def _checked(posterior: Posterior, x: Any) -> Inputs:
     return one_batch(posterior.tangent, x, posterior.columns, "Pass one tensor of inputs.")
 
 
-def _records(posterior: Posterior, inputs: Inputs) -> Iterator[tuple[slice, Record]]:
-    """Yields records of chunks of samples, two of which fit the memory budget with their joint covariance."""
+def _records(
+    posterior: Posterior, inputs: Inputs, given: AnyCotangents = None, others: int | None = None
+) -> Iterator[tuple[slice, Record]]:
+    """Yields records of chunks, which fit the budget with another of C or `others` cotangents and their covariance."""
     tangent, covariance = posterior.tangent, posterior.covariance
-    dtype, outputs = covariance.record_dtype, tangent.outputs
-    length = tangent.chunk_length(dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
-    length = min(length // 2, isqrt(tangent.memory // 64) // outputs)
+    cotangents, dtype = as_cotangents(given, tangent.outputs), covariance.record_dtype
+    columns = cotangents.columns or tangent.outputs
+    length = tangent.chunk_length(cotangents.columns, dtype, columns * covariance.scratch_per_row)
+    length = min(length // 2, isqrt(tangent.memory // (64 * columns * (others or tangent.outputs))))
     for part, chunk in inputs.chunks(max(1, length)):
-        yield part, tangent.record(chunk, dtype=dtype)
+        yield part, tangent.record(chunk, cotangents.take(part), dtype)
 
 
-def _products(posterior: Posterior, inputs: Inputs, record: Record, vectors: Tensor) -> Tensor:
-    """Returns `Cov(f(x), f_n) u_n` (B, C, n, R) for the samples of a record and vectors u (n, C, R)."""
-    parts = (posterior.covariance.joint_output_covariance(other, record) for _, other in _records(posterior, inputs))
-    return torch.cat([torch.einsum("bcnd,ndr->bcnr", doubled(part), vectors) for part in parts])
+def _covariance(posterior: Posterior, record: Record) -> Tensor:
+    """Returns the covariance of the outputs of each sample, (n, R, R)."""
+    return total(doubled(term.dense()) for term in posterior.covariance.output_covariance(record))
 
 
-def _root(posterior: Posterior, record: Record, targets: Tensor | None = None) -> Tensor:
-    """Returns a root (n, C, R) of the Fisher information Λ of each sample, as it counts in the fit."""
-    likelihood, outputs = posterior.likelihood, record.outputs
+def _root(posterior: Posterior, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    """Returns a root (n, C, R) of the Fisher information Λ at outputs (n, C), as it counts in the fit."""
+    likelihood = posterior.likelihood
     root = doubled(likelihood.fisher_root(outputs)) * posterior.scale.of_curvature**0.5
     weights = None if targets is None else likelihood.target_weights(outputs, targets)
     return root if weights is None else root * doubled(weights).sqrt()[..., None]
-
-
-def _leverage(posterior: Posterior, record: Record, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `Rᵀ V` (n, R, C) and `Rᵀ V R` (n, R, R), with the covariance V of the outputs of each sample."""
-    half = root.mT @ total(doubled(term.dense()) for term in posterior.covariance.output_covariance(record))
-    return half, half @ root
 
 
 def _whitened(factor: Tensor, values: Tensor) -> Tensor:

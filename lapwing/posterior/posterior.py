@@ -18,12 +18,12 @@ from ..display import Displayed, warns_once
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..likelihoods.prediction_at_positions import predicted
-from ..linalg import check_memory
+from ..linalg import check_draws
 from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
-from ..options import SEED, check_argument, instance_of, integer, positive
+from ..options import SEED, check_argument, instance_of, positive
 from ..prediction import Aim, DefaultWay, Quantity, Way
 from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
@@ -355,10 +355,11 @@ class Posterior(Displayed, Generic[P]):
             `(*shape, *shape)`, `.sample(n)` of shape `(n, *shape)`.
 
         Raises:
-            LapwingError: if the result has no gradient or a NaN gradient, if `observed` and the likelihood has no noise
-                variance (such as classes) or several outputs per target, or if the weights have changed since the fit.
+            LapwingError: if the result has no gradient or a NaN gradient, if the q gradients exceed the memory budget,
+                if `observed` and the likelihood has no noise variance (such as classes) or several outputs per target,
+                or if the weights have changed since the fit.
 
-        Cost: q backward passes and q products with Σ, for any number of rows; memory O(q P) and one batch.
+        Cost: q backward passes and q products with Σ, for any number of rows; memory for q P numbers and one batch.
 
         Source: the delta method; MacKay 1992 for single outputs (A practical Bayesian framework, section 4.1).
 
@@ -427,7 +428,7 @@ class Posterior(Displayed, Generic[P]):
             LapwingError: if the outputs have positions, if a loader shuffles, if sample weights are missing, or if the
                 weights have changed since the fit.
 
-        Cost: per row one forward and C backward passes, and the covariances (C, C) of all pairs of inputs and rows.
+        Cost: per row two forward and C + 1 backward passes, and C covariances for each pair of an input and a row.
 
         Source: Cook and Weisberg 1982, section 3.4, for linear models; Koh and Liang 2017, equation 1, for networks,
             without `(I - Λ_i V_i)⁻¹`.
@@ -461,7 +462,8 @@ class Posterior(Displayed, Generic[P]):
             For a batch of k, choose one at a time and pass those chosen before as `given`.
 
         Raises:
-            LapwingError: if the outputs have positions, or if the weights have changed since the fit.
+            LapwingError: if the outputs have positions, if the covariance of the given inputs exceeds the memory
+                budget, or if the weights have changed since the fit.
 
         Cost: one forward and C backward passes per input, and the covariances of all pairs of candidates and targets.
 
@@ -479,14 +481,16 @@ class Posterior(Displayed, Generic[P]):
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        check_argument("posterior.sample", "n", n, integer(1, text="a whole number of at least 1"), "5")
+        check_draws("posterior.sample", "n", n, self.tangent.size)
         check_argument("posterior.sample", "seed", seed, SEED, "0")
         self._check_network()
-        check_memory(f"posterior.sample({n})", n, self.tangent.size)
         generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
         mean, parameters = self.tangent.mean(), self.tangent.parameters
-        deviations = self.covariance.sample(n, generator)
-        draws = {name: mean[name] + deviation.to(mean[name]) for name, deviation in deviations.items()}
+        draws = {name: values.new_empty(int(n), len(values)) for name, values in mean.items()}
+        length = self.tangent.memory // (8 * self.tangent.size * self.covariance.dtype.itemsize)
+        for rows, deviations in self.covariance.samples(int(n), generator, length):
+            for name, deviation in deviations.items():
+                draws[name][rows] = mean[name] + deviation.to(mean[name])
         draws = {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
         return self.tangent.native(draws)
 

@@ -22,10 +22,10 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.predictions import tails_of
-from ..linalg import check_draws, check_memory, is_finite, psd_root, row_products, seeded, total
+from ..linalg import check_draws, is_finite, psd_root, row_products, seeded, total
 from ..network.eager import native, own_parameters, parameters_of
 from ..network.positions import Places
-from ..tangent import Tangent, join
+from ..tangent import MemoryNeed, Tangent, join
 from ..tangent.features import features_at
 from .uncertain import gradients, prepared
 
@@ -149,43 +149,62 @@ def quantity(
         f = NetworkFunction(tangent, columns)
         with torch.enable_grad():
             numbers = _numbers(function(f, *arguments), mean, tangent)
-            outputs = [rows for rows, *_ in f.calls] if observed else []
-            slopes = _gradients(numbers.flatten(), [*f.treated.values(), *outputs], list(f.others.values()))
-        for name, part in join(tangent.blocks, dict(zip(f.treated, slopes, strict=False))).items():
-            part = part.to(covariance.device, covariance.dtype)
-            gradient[name] = gradient[name] + part if name in gradient else part
-        if outputs:
-            noise = noise + _noise_covariance(tangent, likelihood, f.calls, slopes[len(f.treated) :])
+            each = numbers.flatten().unbind()
+        count, calls = numbers.numel(), f.calls if observed else []
+        needed = count * (tangent.size + sum(rows.numel() for rows, *_ in calls)) * covariance.dtype.itemsize
+        what, instead = f"the gradients of {count:,} numbers", "return fewer numbers at a time"
+        tangent.require(MemoryNeed("posterior.of", needed, what, instead))
+        like: Any = {"dtype": covariance.dtype, "device": covariance.device}
+        gradient = gradient or {block.name: torch.zeros(count, block.size, **like) for block in tangent.blocks}
+        errors = _errors(tangent, likelihood, calls)
+        root = numbers.new_zeros(count, sum(len(std) for _, std in errors), tangent.outputs)  # of the noise
+        wanted, depends = [*f.treated.values(), *(rows for rows, *_ in calls)], False
+        for i, (found, slopes) in enumerate(gradients(each, wanted, list(f.others.values()))):
+            depends = depends or found
+            for name, part in join(tangent.blocks, dict(zip(f.treated, slopes, strict=False))).items():
+                gradient[name][i] += part.to(gradient[name])
+            for (measured, std), slope in zip(errors, slopes[len(f.treated) :], strict=True):
+                root[i].index_add_(0, measured, slope * std)
+        if not depends:
+            raise LapwingError(
+                "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network "
+                "itself."
+            )
+        if not all(map(is_finite, [numbers.detach(), root, *gradient.values()])):
+            raise LapwingError(
+                "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as "
+                "the root or norm of 0 has. Return finite ones, such as the square instead of the root."
+            )
+        noise = noise + row_products(root.flatten(1), root.flatten(1)).to(numbers) if calls else noise
         mean = numbers.detach() if mean is None else mean + numbers.detach()
     if mean is None:
         raise LapwingError("The data of posterior.of yield no batch. Check the dataset's length.")
-    products = covariance.mv(gradient)
-    matrix = total(row_products(gradient[name], products[name]) for name in gradient).to(mean.device)
-    return Quantity(mean, ((matrix + matrix.T) / 2 + noise).to(mean.dtype).reshape(mean.shape * 2))
+    matrix = mean.new_zeros(mean.numel(), mean.numel())
+    for rows, products in covariance.products(gradient, tangent.memory):
+        matrix[rows] = total(row_products(products[name], gradient[name]) for name in gradient).to(matrix)
+    return Quantity(mean, (matrix + matrix.T).div_(2).add_(noise).reshape(mean.shape * 2))
 
 
-def _noise_covariance(
-    tangent: Tangent,
-    likelihood: Likelihood,
-    calls: Sequence[tuple[Tensor, Places, Inputs]],
-    slopes: Sequence[Tensor],
-) -> Tensor:
-    """Returns `d diag(σ²) dᵀ` (q, q), with the derivatives d of q numbers by the outputs (q, B T, C) of each call.
+def _errors(
+    tangent: Tangent, likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Inputs]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns the numbers of the measurements (B T,) and their standard deviations (B T, C) at the rows of each call.
 
     Calls share the noise of rows with equal inputs. Equal rows of one call have separate noise: the k-th of them shares
     its noise with the k-th of another call.
     """
-    numbered, roots = [], []
-    for (rows, places, inputs), slope in zip(calls, slopes, strict=True):
-        keys, order = inputs.digests().repeat_interleave(places.count).sort(stable=True)
-        k = torch.arange(len(keys), device="cpu") - torch.searchsorted(keys, keys)
-        numbered.append(torch.stack([keys, k], 1))
-        noise = noise_of(tangent, likelihood, rows, places, inputs)
-        roots.append((slope * noise.sqrt())[:, order.to(slope.device)])
-    _, same = torch.cat(numbered).unique(dim=0, return_inverse=True)
-    root = torch.cat(roots, 1)
-    root = torch.zeros_like(root).index_add(1, same.to(root.device), root).flatten(1)
-    return row_products(root, root)
+    numbered, deviations = [], []
+    for rows, places, inputs in calls:
+        keys = inputs.digests().repeat_interleave(places.count)
+        ascending, order = keys.sort(stable=True)
+        k = torch.arange(len(keys), device="cpu") - torch.searchsorted(ascending, ascending)
+        numbered.append(torch.stack([ascending, k], 1)[order.argsort()])
+        deviations.append(noise_of(tangent, likelihood, rows, places, inputs).sqrt())
+    if not calls:
+        return []
+    _, measured = torch.cat(numbered).unique(dim=0, return_inverse=True)
+    parts = measured.to(tangent.device).split([len(std) for std in deviations])
+    return list(zip(parts, deviations, strict=True))
 
 
 def noise_of(tangent: Tangent, likelihood: Likelihood, rows: Tensor, places: Places, inputs: Inputs) -> Tensor:
@@ -234,20 +253,4 @@ def _numbers(result: Any, before: Tensor | None, tangent: Tangent) -> Tensor:
             f"The function of posterior.of returned shape {tuple(before.shape)} and then shape {tuple(numbers.shape)}. "
             "Return the same shape for each batch, such as f(batch[0]).sum(0): lapwing adds up the batches."
         )
-    check_memory(f"posterior.of for {numbers.numel()} numbers", numbers.numel(), tangent.size)
     return numbers
-
-
-def _gradients(numbers: Tensor, wanted: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients (q, *shape) of q numbers by some tensors. Raises unless they depend on f and are finite."""
-    slopes = gradients(numbers, wanted, others)
-    if slopes is None:
-        raise LapwingError(
-            "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network itself."
-        )
-    if not all(map(is_finite, [numbers.detach(), *slopes])):
-        raise LapwingError(
-            "The function of posterior.of returned numbers that are NaN or infinite, or have such a gradient, as the "
-            "root or norm of 0 has. Return finite ones, such as the square instead of the root."
-        )
-    return slopes

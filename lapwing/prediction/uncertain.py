@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -220,26 +220,26 @@ def _jacobians(tangent: Tangent, inputs: Inputs, differentiable: bool) -> tuple[
         with eager_math():
             outputs = tangent.call.rows(inputs.with_leaves(at))
         columns = outputs.unbind(1) if outputs.requires_grad else ()
-        jacobians = gradients([column.sum() for column in columns], list(at.values()), create_graph=differentiable)
-    if jacobians is None:
+        rows = list(gradients([column.sum() for column in columns], list(at.values()), create_graph=differentiable))
+    if not any(depends for depends, _ in rows):
         raise LapwingError(
             f"No gradient leads from the outputs of {type(tangent.model).__name__} to its uncertain inputs. Take "
             "detach(), no_grad() and NumPy out of its forward, or pass via=lw.MonteCarlo(draws=50), which draws the "
             "inputs."
         )
-    return outputs if differentiable else outputs.detach(), [j.movedim(0, 1).flatten(2) for j in jacobians]
+    jacobians = [torch.stack(parts, 1).flatten(2) for parts in zip(*(slopes for _, slopes in rows), strict=True)]
+    return outputs if differentiable else outputs.detach(), jacobians
 
 
 def gradients(
     numbers: Iterable[Tensor], wanted: Sequence[Tensor], others: Sequence[Tensor] = (), create_graph: bool = False
-) -> list[Tensor] | None:
-    """Returns the gradients (q, *shape) of q numbers by some tensors; None if they depend on none, nor on `others`."""
+) -> Iterator[tuple[bool, list[Tensor]]]:
+    """Yields for each number whether it depends on any of the tensors, and its gradients by the wanted ones."""
     options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    found = [torch.autograd.grad(number, [*wanted, *others], **options) for number in numbers]
-    if all(part is None for row in found for part in row):
-        return None
-    columns = zip(wanted, zip(*found, strict=True), strict=False)
-    return [torch.stack([x.new_zeros(x.shape) if g is None else g for g in parts]) for x, parts in columns]
+    for number in numbers:
+        found = torch.autograd.grad(number, [*wanted, *others], **options)
+        slopes = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=False)]
+        yield any(part is not None for part in found), slopes
 
 
 def _length(tangent: Tangent, inputs: Inputs) -> int:

@@ -103,9 +103,7 @@ def _weight_draws(
             latest = _LATEST_STEPS[covariance] = count, seed, steps
         yield slice(0, count), latest[2]
         return
-    length = max(1, tangent.memory // (2 * covariance.size * tangent.dtype.itemsize))
+    length = tangent.memory // (2 * covariance.size * tangent.dtype.itemsize)
     length -= length % DIRECTIONS if length > DIRECTIONS else 0
-    length = count if covariance.distinct_draws else length  # parts would repeat the same draws
-    for start in range(0, count, length):
-        rows = slice(start, min(start + length, count))
-        yield rows, direction_groups(split(covariance.blocks, covariance.sample(rows.stop - start, generator)))
+    for rows, draws in covariance.samples(count, generator, length):
+        yield rows, direction_groups(split(covariance.blocks, draws))

@@ -15,12 +15,13 @@ from .anchors import Anchors
 from .cotangents import AnyCotangents, Cotangents, FisherParts, RandomCotangents, Reading, as_cotangents
 from .coverage import coverage
 from .record import Record
+from .retry import MemoryNeed
 from .stored import FLOATS, TensorSpec
 from .tangent import Tangent
 
 __all__ = [
     "FLOATS", "Anchors", "AnyCotangents", "Block", "BlockJacobian", "Cotangents", "Coverage", "FisherParts",
-    "LastLayer", "Matrix", "Outer", "Predicate", "RandomCotangents", "Reading", "Record", "Rows", "SharedOuter",
-    "Tangent", "TensorSpec", "Vectors", "as_cotangents", "coverage", "everything", "join", "last_layer", "matching",
-    "split",
+    "LastLayer", "Matrix", "MemoryNeed", "Outer", "Predicate", "RandomCotangents", "Reading", "Record", "Rows",
+    "SharedOuter", "Tangent", "TensorSpec", "Vectors", "as_cotangents", "coverage", "everything", "join", "last_layer",
+    "matching", "split",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Retries with shorter chunks if memory runs out, and the error if shorter chunks cannot help."""
+"""Retries with shorter chunks if memory runs out, and the errors if shorter chunks cannot help."""
 
 from __future__ import annotations
 
@@ -42,6 +42,26 @@ _LIMIT: ContextVar[ChunkLimit | None] = ContextVar("chunk_limit", default=None)
 def chunk_limit() -> ChunkLimit:
     """Returns the limit of the running fit, prediction or update; outside of these a new one, without a limit."""
     return _LIMIT.get() or ChunkLimit()
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Tensors that cannot be split into chunks, and that must fit the memory budget."""
+
+    method: str  # or the call, with the option that causes the need
+    bytes: int
+    what: str  # the tensors, such as "their Gram matrix"
+    instead: str  # advice to the user, such as "ask for fewer rows"
+
+    def refusal(self, memory: int) -> str | None:
+        """Returns the message of an error, or None if the tensors fit."""
+        if self.bytes <= memory:
+            return None
+        return (
+            f"{self.method} needs {self.bytes / 2**20:,.0f} MiB for {self.what}, and the memory budget is "
+            f"{memory / 2**20:,.0f} MiB. Pass memory={2 ** (self.bytes - 1).bit_length()} to lw.fit if the machine "
+            f"has it, or {self.instead}."
+        )
 
 
 def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:

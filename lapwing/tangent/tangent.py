@@ -19,6 +19,7 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.inputs import Inputs
 from ..environment import unlocked_property
+from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..linalg import accumulation_dtype, double_device, doubled
 from ..network.call import Call
@@ -36,7 +37,7 @@ from ..network.tracing import Recording
 from .at_positions import by_position, output_use, records_of_positions
 from .cotangents import READING, AnyCotangents, Cotangents, Reading, as_cotangents
 from .record import Record
-from .retry import chunk_limit
+from .retry import MemoryNeed, chunk_limit
 
 log = logging.getLogger("lapwing")
 
@@ -337,6 +338,12 @@ class Tangent:
         """Returns the number of samples that fit the memory budget, at least one; `columns` as in `Cotangents`."""
         fitting = self.memory // self.bytes_per_sample(columns, dtype, scratch_per_sample)
         return max(1, min(fitting, chunk_limit().samples))
+
+    def require(self, need: MemoryNeed) -> None:
+        """Raises if the tensors of a need exceed the memory budget."""
+        refusal = need.refusal(self.memory)
+        if refusal is not None:
+            raise LapwingError(refusal)
 
     def _warn_of_memory(self) -> None:
         """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.

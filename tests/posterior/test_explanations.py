@@ -178,8 +178,15 @@ def test_chunks_change_nothing() -> None:
     few = replace(many, tangent=replace(many.tangent, memory=2**14))
     close(few.influence((x, y), x[:7]), many.influence((x, y), x[:7]))
     close(few.value(x, x[:7], x[:2]), many.value(x, x[:7], x[:2]))
-    for found, wanted in zip(few.explain(x).weights.values(), many.explain(x).weights.values(), strict=True):
-        close(found, wanted)
+    found, wanted = few.explain(x, (x, y)), many.explain(x, (x, y))
+    for name, share in wanted.weights.items():
+        close(found.weights[name], share)
+    assert torch.equal(found.rows, wanted.rows)
+    few = replace(many, tangent=replace(many.tangent, memory=2**10))  # one output at a time
+    for name, share in many.explain(x).weights.items():
+        close(few.explain(x).weights[name], share)
+    with pytest.raises(lw.LapwingError, match="posterior.value needs .* memory=.* or pass fewer of them"):
+        few.value(x, x[:7], x)
 
 
 def test_explain_lists_rows_and_asks_the_detector() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,16 @@ def test_every_structure(method: Any) -> None:
         found = posterior.of(lambda f, name=name: f.weight[name])
         close(found.std.square(), wanted, 1e-8)
         close(found.mean, posterior.model.get_parameter(name).detach())
+
+
+def test_numbers_whose_gradients_exceed_the_budget_are_refused() -> None:
+    posterior, x = fitted(lw.KFAC()), data(6, seed=2)[0]
+    wanted = posterior.of(lambda f: f(x).sum(0), observed=True)
+    tangent = posterior.tangent
+    one = replace(posterior, tangent=replace(tangent, memory=2 * (tangent.size + 12) * 8))  # its products one by one
+    close(one.of(lambda f: f(x).sum(0), observed=True).covariance, wanted.covariance)
+    with pytest.raises(lw.LapwingError, match=r"posterior.of .* gradients of 3 numbers.* memory=\d+ .* fewer numbers"):
+        one.of(lambda f: f(x)[:3, 0], observed=True)
 
 
 def test_slopes_are_those_of_draws() -> None:
@@ -250,6 +261,19 @@ def test_draws_have_the_covariance() -> None:
     close(torch.cov(draws.flatten(1).T).reshape(2, 2, 2, 2), found.covariance, 0.03)
     assert torch.equal(draws, found.sample(20_000))
     assert "Quantity(" in repr(found)
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.SampledLLA(draws=5)], ids=["KFAC", "SampledLLA"])
+def test_draws_of_the_weights_in_parts_have_the_covariance(method: Any) -> None:
+    """A covariance that is made of draws is not cut: its parts would be equal."""
+    posterior = fitted(method)
+    tangent = posterior.tangent
+    parts = replace(posterior, tangent=replace(tangent, memory=1500 * 8 * tangent.size * 8))
+    drawn = torch.cat([value.flatten(1) for value in parts.sample(4000).values()], 1)
+    close(drawn.T.cov(), posterior.of(lambda f: torch.cat([w.flatten() for w in f.weight.values()])).covariance, 0.1)
+    if method != lw.KFAC():
+        one = replace(posterior, tangent=replace(tangent, memory=1))
+        assert len({tuple(row.tolist()) for row in one.sample(5)["0.bias"].abs()}) == 5
 
 
 def test_inference_mode_and_no_grad() -> None:

@@ -15,11 +15,11 @@ from ...covariance import Draws
 from ...likelihoods import Likelihood
 from ...linalg import doubled, total
 from ...options import at_least, instance_of, option
-from ...tangent import Tangent, Vectors
+from ...tangent import MemoryNeed, Tangent, Vectors
 from ..diagonal import SquaredSums
 from ..footprint import FitShape, Footprint
 from ..passes import FitResult, Method, Passes, Step, check_within, prior_covariance, with_seen
-from ..problem import MemoryNeed, Problem
+from ..problem import Problem
 from ..state import append
 from .conjugate_gradients import ConjugateGradients, Solving
 from .em import EvidenceSteps
@@ -106,7 +106,7 @@ class SampledLLA(Method):
 
     def passes(self, problem: Problem) -> Passes:
         self.check(problem.tangent, problem.likelihood)
-        problem.require(self._need(problem.tangent))
+        problem.tangent.require(self._need(problem.tangent))
         system, start, products = yield from self._system((yield from with_seen(problem)))
         problem = system.problem
         steps, most = EvidenceSteps.of(problem, self.per_block), _largest_scale(system, start, products)

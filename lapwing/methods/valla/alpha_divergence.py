@@ -16,9 +16,9 @@ from ...errors import LapwingError
 from ...likelihoods import Link
 from ...linalg import cholesky, generator_on
 from ...options import at_least, instance_of, number, option, positive
-from ...tangent import Anchors
+from ...tangent import Anchors, MemoryNeed
 from ..passes import Batch, FitResult, Passes, SamplesSeen, with_size
-from ..problem import MemoryNeed, Problem, Seen
+from ..problem import Problem, Seen
 from ..state import Descent, Values
 from ..subspace import span_of_anchors
 from . import VallaFit
@@ -142,7 +142,7 @@ class AlphaSteps(MovingSteps):
         if not state.taken:
             tangent, samples = self.problem.tangent, batch.count
             outputs = tangent.outputs * picked_count(tangent.width // tangent.outputs, tangent.outputs)
-            self.problem.require(MemoryNeed(
+            self.problem.tangent.require(MemoryNeed(
                 f"AlphaDivergence with {outputs} outputs", 4 * 8 * samples * outputs**2,
                 f"the output covariances of {samples} samples and their gradients",
                 "give smaller batches, or write VaLLA(fit=lw.NaturalGradient())",

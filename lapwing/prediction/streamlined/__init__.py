@@ -25,7 +25,7 @@ from ...network.eager import without_compiled
 from ...network.entry import outside_modes
 from ...network.refusals import check_layers
 from ...options import Rule, option
-from ...tangent import Tangent
+from ...tangent import MemoryNeed, Tangent
 from ..way import Way
 
 if TYPE_CHECKING:
@@ -185,13 +185,8 @@ class Streamlined(Way):
     def _chunk_length(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> int:
         """Returns the number of samples that fit the memory budget, at least one. Full covariances of one must fit."""
         needed = self.program(tangent, covariance, inputs).bytes_per_sample
-        if self.covariance == "full" and needed > tangent.memory:
-            raise LapwingError(
-                f"The full covariances of {type(tangent.model).__name__} at {inputs} need about "
-                f"{needed / 2**20:,.0f} MiB per sample, more than the budget of {tangent.memory / 2**20:,.0f} MiB. "
-                "Full mode is for small networks: write via=lw.Streamlined(), or pass "
-                f"memory={2 ** (needed - 1).bit_length()} to lw.fit if the machine has it."
-            )
+        if self.covariance == "full":
+            tangent.require(MemoryNeed(str(self), needed, f"one sample of {inputs}", "write via=lw.Streamlined()"))
         return max(1, tangent.memory // needed)
 
     def program(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Program | FullProgram:
