@@ -15,6 +15,7 @@ from ..covariance.base import split_blocks
 from ..data import batches
 from ..data.data import Data
 from ..data.inputs import Inputs
+from ..data.progress import tracked
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, total
@@ -99,10 +100,10 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
     data = Data.of(train, posterior, posterior.method.sample_weights)
     batches.check_loader(data.loader, "posterior.influence")
     data.first_of_rank("the numbers of training rows need")
-    for samples in data:
+    for samples in tracked(data, "training rows"):
         samples = samples.to(tangent.device)
         targets, weights = samples.targets, samples.weights
-        for part, record in _records(posterior, tangent.check(samples.inputs)):
+        for part, chunk, record in _records(posterior, tangent.check(samples.inputs)):
             # 1. r = k ∂log p(y_n|f_n) (n, C, 1), and R (n, C, R) with Λ = R Rᵀ; r and Λ times the weight of the row
             score = posterior.scale.of_likelihood * doubled(likelihood.score(record.outputs, targets[part]))[..., None]
             root = _root(posterior, record, targets[part])
@@ -114,7 +115,7 @@ def influence(posterior: Posterior, train: Any, x: Any) -> Tensor:
             # 3. (I - R RᵀV)⁻¹ r = r + R (I - RᵀVR)⁻¹ RᵀV r
             moved = score + root @ torch.linalg.solve(_eye(inner) - inner, half @ score)
             # 4. -Cov(f(x), f_n) times it, and times r alone (B, C, n, 2)
-            changes.append(-_products(posterior, inputs, record, torch.cat([moved, score], -1)))
+            changes.append(-_products(posterior, inputs, chunk, torch.cat([moved, score], -1)))
             leverages.append(torch.linalg.eigvalsh(inner)[:, -1])
     if not changes:
         raise LapwingError("The training data of posterior.influence yield no row. Check the dataset's length.")
@@ -141,18 +142,18 @@ def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Te
         # 1. with the labels g that will be known: L Lᵀ = I + RᵀV_ggR (g R', g R') and L⁻¹ Rᵀ C_gt (g R', m C)
         labelled = posterior.tangent.record(known, dtype=posterior.covariance.record_dtype)
         at = _root(posterior, labelled)  # R (g, C, R')
-        among = torch.einsum("gcr,gchs->grhs", at, _products(posterior, known, labelled, at))
+        among = torch.einsum("gcr,gchs->grhs", at, _products(posterior, known, known, at))
         among = among.flatten(2).flatten(0, 1)
         factor = cholesky(_eye(among) + among)
-        of_targets = _whitened(factor, _products(posterior, inputs, labelled, at).flatten(2).flatten(0, 1).T)
-    for _, record in _records(posterior, pool):
+        of_targets = _whitened(factor, _products(posterior, inputs, known, at).flatten(2).flatten(0, 1).T)
+    for _, chunk, record in tracked(_records(posterior, pool), "candidates"):
         root = _root(posterior, record)
         # 2. C_ta R (m, C, n, R') and RᵀV_aaR (n, R', R') of the candidates a
-        between = _products(posterior, inputs, record, root)
+        between = _products(posterior, inputs, chunk, root)
         _, inner = _leverage(posterior, record, root)
         if known is not None:
             # 3. both without what the given labels explain: C_ta - C_tg R (L Lᵀ)⁻¹ Rᵀ C_ga
-            of_rows = torch.einsum("gcr,gcns->grns", at, _products(posterior, known, record, root))
+            of_rows = torch.einsum("gcr,gcns->grns", at, _products(posterior, known, chunk, root))
             of_rows = _whitened(factor, of_rows.flatten(2).flatten(0, 1))
             between = between - (of_targets.T @ of_rows).view_as(between)
             each = of_rows.unflatten(1, (record.samples, -1))
@@ -174,20 +175,21 @@ def _checked(posterior: Posterior, x: Any) -> Inputs:
     return one_batch(posterior.tangent, x, posterior.columns, "Pass one tensor of inputs.")
 
 
-def _records(posterior: Posterior, inputs: Inputs) -> Iterator[tuple[slice, Record]]:
+def _records(posterior: Posterior, inputs: Inputs) -> Iterator[tuple[slice, Inputs, Record]]:
     """Yields records of chunks of samples, two of which fit the memory budget with their joint covariance."""
     tangent, covariance = posterior.tangent, posterior.covariance
     dtype, outputs = covariance.record_dtype, tangent.outputs
     length = tangent.chunk_length(dtype=dtype, scratch_per_sample=outputs * covariance.scratch_per_row)
     length = min(length // 2, isqrt(tangent.memory // 64) // outputs)
     for part, chunk in inputs.chunks(max(1, length)):
-        yield part, tangent.record(chunk, dtype=dtype)
+        yield part, chunk, tangent.record(chunk, dtype=dtype)
 
 
-def _products(posterior: Posterior, inputs: Inputs, record: Record, vectors: Tensor) -> Tensor:
-    """Returns `Cov(f(x), f_n) u_n` (B, C, n, R) for the samples of a record and vectors u (n, C, R)."""
-    parts = (posterior.covariance.joint_output_covariance(other, record) for _, other in _records(posterior, inputs))
-    return torch.cat([torch.einsum("bcnd,ndr->bcnr", doubled(part), vectors) for part in parts])
+def _products(posterior: Posterior, inputs: Inputs, rows: Inputs, vectors: Tensor) -> Tensor:
+    """Returns `Cov(f(x), f_n) u_n` (B, C, n, R) for one chunk of rows n and vectors u (n, C, R)."""
+    record = posterior.tangent.record(rows, vectors, posterior.covariance.record_dtype)
+    parts = (posterior.covariance.joint_output_covariance(one, record) for _, _, one in _records(posterior, inputs))
+    return torch.cat([doubled(part) for part in parts])
 
 
 def _root(posterior: Posterior, record: Record, targets: Tensor | None = None) -> Tensor:
