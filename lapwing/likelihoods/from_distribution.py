@@ -19,7 +19,7 @@ from ..linalg import doubled, psd_root, seeded_torch
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
 from .categorical import ClassPrediction
-from .links import Link, at_least_float32, latent_draws, latent_points
+from .links import Link, PointsLink, at_least_float32, latent_draws, latent_points
 from .mixtures import MixturePrediction, log_density, validation
 from .predictions import P
 from .registry import register_likelihood
@@ -52,6 +52,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
     """
 
     one_output_per_target: ClassVar[bool] = False
+    tuning_link: ClassVar[Link] = PointsLink(draws=128)
     draws = 64  # without an annotation, so that a subclass may make it a field
 
     @abstractmethod
@@ -108,8 +109,9 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
 
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
         """Returns the mixture of `family(f)` over points of the latent, or draws for a link that the user names."""
-        outputs = latent_points if link is None else latent_draws
-        family: Any = self._family(outputs(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1))
+        link = self.choose_link(latent, PointsLink() if link is None else link)
+        outputs = latent_points if isinstance(link, PointsLink) else latent_draws
+        family: Any = self._family(outputs(latent, link.draws, generator).transpose(0, 1))
         if isinstance(family, dist.Categorical):
             return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
         several = len(family.batch_shape) == 3

@@ -245,18 +245,23 @@ class MixturePrediction(RealPrediction):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
-        logs = log_density(self.components, self._targets(targets).unsqueeze(1))
+        logs = log_density(self.components, self._shaped(targets).unsqueeze(1))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
 
     def _targets(self, targets: Tensor) -> Tensor:
-        """Returns the targets in the shape of the mean, angles within π of it; raises if they have another size."""
-        targets = as_targets(targets, self.mean.device)
-        if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
+        """Returns `_shaped` targets, angles within π of the mean."""
+        return self._unrolled(self._shaped(targets))
+
+    def _shaped(self, targets: Tensor) -> Tensor:
+        """Returns the targets in the shape of the mean; raises if they have another size."""
+        count, _, *rest = self.components.batch_shape + self.components.event_shape
+        targets, shape = as_targets(targets, _device_of(self.components)), (count, *rest)
+        if targets.numel() != math.prod(shape) or targets.shape[:1] != shape[:1]:
             raise LapwingError(
-                f"{type(self).__name__}.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
-                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
+                f"{type(self).__name__}.log_prob needs one target for each value of shape {shape}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{shape}`."
             )
-        return self._unrolled(targets.reshape(self.mean.shape))
+        return targets.reshape(shape)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, ...): n of equally many draws from each component, in random order."""
