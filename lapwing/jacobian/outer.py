@@ -49,16 +49,6 @@ class Outer(MatrixJacobian):
             return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
         return self._g
 
-    @property
-    def _samples_first(self) -> bool:
-        """Whether g is contiguous as (B, R, O). A batched backward pass leaves it as (R, B, O)."""
-        return self.g.is_contiguous()
-
-    @property
-    def _rows_of_g(self) -> Tensor:
-        """Gradients as one matrix in the order of memory, (B R, O) or (R B, O)."""
-        return (self.g if self._samples_first else self.g.transpose(0, 1)).flatten(0, 1)
-
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
         g = self.g
@@ -68,25 +58,16 @@ class Outer(MatrixJacobian):
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
-        a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
+        a, g = self.a if inputs is None else self.a @ inputs[0], self._g
         if outputs is not None:
-            turned = self._rows_of_g @ outputs[0]
-            shape = (self.batch, self.cotangents) if self._samples_first else (self.cotangents, self.batch)
-            g = turned.view(*shape, self.outputs)
-            g = g if self._samples_first else g.transpose(0, 1)
+            g = (self.g.flatten(0, 1) @ outputs[0]).unflatten(0, (self.batch, self.cotangents))
         return Outer(a, g, self.outputs).within(self.slice_bytes)
-
-    def _turned(self, basis: Tensor) -> Tensor:
-        """Returns `a U` (B, K) for U (I, K), without forming the bias column."""
-        if not self._bias:
-            return self._a @ basis
-        return F.linear(self._a, basis[:-1].mT, basis[-1])
 
     def rotate_inputs(self, basis: Tensor) -> Outer | None:
         """Returns J for inputs [|a - U Uᵀ a|, Uᵀ a], or None if a needs a gradient (a norm has a kink at 0)."""
         if self._a.requires_grad:
             return None
-        inside = self._turned(basis)
+        inside = self.a @ basis
         outside = torch.linalg.vector_norm(self.a - inside @ basis.mT, dim=1, keepdim=True)
         return Outer(torch.cat([outside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
 
@@ -180,17 +161,11 @@ class Outer(MatrixJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
-        add_squares(outputs, self._rows_of_g[None])
+        add_squares(outputs, self.g.flatten(0, 1)[None])
         return self.add_input_factor(inputs, weights)
 
     def add_input_factor(self, inputs: Tensor, weights: Tensor | None = None) -> int:
         """Adds `A = Σ a aᵀ` of `add_kronecker_factors`, and returns the number of positions."""
-        if weights is not None:
-            add_squares(inputs, (self.a * weights.sqrt().to(self.a)[:, None])[None])
-            return self.batch
-        add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
-        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; the last column is in the upper triangle
-            ones = inputs[0, -1]
-            ones[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
-            ones[-1].add_(self.batch)
+        a = self.a if weights is None else self.a * weights.sqrt().to(self.a)[:, None]
+        add_squares(inputs, a[None])
         return self.batch

@@ -308,11 +308,6 @@ class SampledLink(ClassLink, BinaryLink):
 
 
 @dataclass(frozen=True)
-class PointsLink(SampledLink):
-    """`SampledLink` with `latent_points` instead of independent draws."""
-
-
-@dataclass(frozen=True)
 class ExactLink(Link):
     """No approximation: the likelihood computes the distribution of y exactly, such as Gaussian noise on the latent."""
 

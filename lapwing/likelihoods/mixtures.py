@@ -154,17 +154,12 @@ class MixturePrediction(RealPrediction):
 
     def __post_init__(self) -> None:
         components = self.components
-        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
-            real = isinstance(components, dist.Distribution)
-            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
+        labels = isinstance(components, dist.Categorical)
+        if labels or not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
             raise LapwingError(
-                "MixturePrediction needs a distribution of torch.distributions with batch shape (inputs, draws). "
-                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
-                "tensors (inputs, draws)."
-            )
-        if isinstance(components, dist.Categorical):
-            raise LapwingError(
-                "MixturePrediction predicts numbers, and Categorical is a family of labels, which have no mean. Return "
+                "MixturePrediction needs a distribution of numbers, of batch shape (inputs, draws). This is "
+                f"{shown(components)}, of batch shape {tuple(getattr(components, 'batch_shape', ()))}. Pass, for "
+                "example, torch.distributions.Normal(mean, std) with tensors (inputs, draws). For labels return "
                 "lapwing.likelihoods.ClassPrediction.mixture(probs), with class probabilities (inputs, draws, classes)."
             )
 
@@ -245,15 +240,11 @@ class MixturePrediction(RealPrediction):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
-        logs = log_density(self.components, self._shaped(targets).unsqueeze(1))
+        logs = log_density(self.components, self._targets(targets).unsqueeze(1))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
 
     def _targets(self, targets: Tensor) -> Tensor:
-        """Returns `_shaped` targets, angles within π of the mean."""
-        return self._unrolled(self._shaped(targets))
-
-    def _shaped(self, targets: Tensor) -> Tensor:
-        """Returns the targets in the shape of the mean; raises if they have another size."""
+        """Returns the targets in the shape of the mean, angles within π of it; raises if they have another size."""
         count, _, *rest = self.components.batch_shape + self.components.event_shape
         targets, shape = as_targets(targets, _device_of(self.components)), (count, *rest)
         if targets.numel() != math.prod(shape) or targets.shape[:1] != shape[:1]:
@@ -261,7 +252,7 @@ class MixturePrediction(RealPrediction):
                 f"{type(self).__name__}.log_prob needs one target for each value of shape {shape}. "
                 f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{shape}`."
             )
-        return targets.reshape(shape)
+        return self._unrolled(targets.reshape(shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, ...): n of equally many draws from each component, in random order."""

@@ -56,7 +56,8 @@ class RandomCotangents(Cotangents):
     by_position = True
 
     def __init__(self, outputs: int, columns: int) -> None:
-        self._outputs, self.columns, self._generator = outputs, columns, torch.Generator().manual_seed(0)
+        self.columns: int = columns
+        self._outputs, self._generator = outputs, torch.Generator().manual_seed(0)
 
     def __call__(self, outputs: Tensor) -> Tensor | None:
         """Returns u (B, C, R), or None for outputs (B, T C), each of whose positions is asked for later."""
