@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..linalg import nonnegative
-from .jacobian import BlockJacobian, DiagonalWeights, Reads, Weightings, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, Reads, Weightings, reflect_
 
 
 class ChunkedRows(BlockJacobian):
@@ -32,7 +32,7 @@ class ChunkedRows(BlockJacobian):
         return weights.reshape(self.groups, self.outputs, self.inputs, *weights.shape[1:])
 
     def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
-        several = materialised(candidates)
+        several = list(candidates)
         if reads == "covariances":
             roots, grams = [self._matrices(weighting.flat.sqrt()) for weighting in several], list[Tensor]()
             for samples, outputs, rows in self.parts():

@@ -31,15 +31,14 @@ Reads = Literal["covariances", "variances", "scale"]
 
 
 class DiagonalWeights:
-    """`diag(w)` of one block, with cached layouts. w is an elementwise function of the values; None is the identity."""
+    """`diag(w)` of one block. w is an elementwise function of the values; None is the identity."""
 
     def __init__(self, values: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> None:
         self._values, self._function = values, function
-        self._layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = {}
 
     @cached_property
     def flat(self) -> Tensor:
-        """The weights w (P,). If only `matrix` is used, they may have another shape."""
+        """The weights w (P,), or of the shape of the values."""
         return self._values if self._function is None else self._function(self._values)
 
     def at(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
@@ -47,16 +46,6 @@ class DiagonalWeights:
         if self._function is None or "flat" in vars(self):
             return pick(self.flat)
         return self._function(pick(self._values))
-
-    def matrix(self, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns w as a matrix (O, I) without the column of the bias, and that column (O,), if there is a bias."""
-        layout = outputs, inputs, bias
-        if layout not in self._layouts:
-            weights = self.at(lambda flat: flat.reshape(outputs, inputs)[:, : inputs - bias])
-            # F.linear is five times slower with a bias that is not contiguous
-            last = self.at(lambda flat: flat.reshape(outputs, inputs)[:, -1]).contiguous() if bias else None
-            self._layouts[layout] = weights, last
-        return self._layouts[layout]
 
 
 Weightings = Iterable[DiagonalWeights]
@@ -84,14 +73,6 @@ def reflect_(values: Tensor, dim: int) -> Tensor:
         values.sub_(step, alpha=root / (root - 1))
         first.add_(step, alpha=root + root / (root - 1))
     return values
-
-
-def materialised(candidates: Weightings) -> list[DiagonalWeights]:
-    """Returns weightings, a single one with all of its w: the next chunk of samples meets it again."""
-    several = list(candidates)
-    if len(several) == 1:
-        _ = several[0].flat
-    return several
 
 
 class BlockJacobian(ABC):
@@ -150,7 +131,7 @@ class BlockJacobian(ABC):
 
         The rows are formed once for all candidates.
         """
-        several = materialised(candidates)
+        several = list(candidates)
         if reads == "covariances":
             grams: list = [0] * len(several)
             for part, rows in self.row_slices():

@@ -81,7 +81,7 @@ class Outer(MatrixJacobian):
 
     def input_scale(self, weighting: DiagonalWeights) -> Tensor:
         """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), through which a diagonal weighting depends on the inputs."""
-        return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
+        return F.linear(self.a.square(), weighting.flat.reshape(self.outputs, self.inputs))
 
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:
         """Returns g, None if the layer is the output, and the scales of the inputs."""
@@ -93,6 +93,10 @@ class Outer(MatrixJacobian):
         Time for n weights: O(n B R² O), O(n B R O), or O(n B O).
         """
         scales = map(self.input_scale, candidates)
+        if self._g is None and reads != "covariances":
+            own = torch.stack(list(scales))  # (n, B, O), the diagonal for g = I, and then for g = H
+            centred = own + (own.mean(-1, keepdim=True) - 2 * own) / self.outputs
+            return centred.sum(-1) if reads == "scale" else torch.stack([own, centred], 1)
         if reads == "covariances":
             g = reflect_(self.g.clone(), 1)
             return [(g * scale.unsqueeze(1)) @ g.mT for scale in scales]
@@ -148,8 +152,7 @@ class Outer(MatrixJacobian):
 
     def joint_weighted_gram(self, weights: Tensor, other: BlockJacobian) -> Tensor:
         """Multiplies J by the weighted rows of J', which costs R + I products for each entry of g', not R I."""
-        few = self.cotangents * self.inputs <= self.cotangents + self.inputs
-        if few or other is self or not isinstance(other, Outer):
+        if self.cotangents == 1 or other is self or not isinstance(other, Outer):
             return super().joint_weighted_gram(weights, other)
         matrix, products = weights.view(self.outputs, self.inputs), []
         step = other.step(other.cotangents * other.size * other.a.element_size(), other.batch)

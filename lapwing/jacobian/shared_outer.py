@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, materialised, reflect_
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -136,7 +136,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
 
     def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses rows, or pairs of positions if they need fewer products."""
-        several = materialised(candidates)
+        several = list(candidates)
         if reads == "covariances" and self.pairs_are_cheaper(len(several)):
             return self._covariances_by_pairs(several)
         fits = reads == "variances" and self.pair_bytes <= self.slice_bytes

@@ -266,12 +266,32 @@ class MixturePrediction(RealPrediction):
         device = _device_of(self.components)
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with seeded_torch(int(seed), device):
-            return self.components.sample((n,))
+            return _draws(self.components, n)
 
     def distribution(self) -> dist.MixtureSameFamily:
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=_device_of(self.components))
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
+
+
+def _draws(family: dist.Distribution, count: int) -> Tensor:
+    """Returns draws; those of a VonMises as Best and Fisher 1979, but only the rejected ones are drawn again."""
+    if isinstance(family, dist.Independent):
+        return _draws(family.base_dist, count)
+    if not isinstance(family, dist.VonMises):
+        return family.sample((count,))
+    shape = count, *family.batch_shape
+    kappa = doubled(family.concentration).clamp_min(1e-9).expand(shape).flatten()
+    ratio = (1.0 + (1.0 + 4.0 * kappa.square()).sqrt()) / (2.0 * kappa)
+    angles, left = torch.empty_like(kappa), torch.arange(len(kappa), device=kappa.device)
+    while len(left):
+        first, second, third = torch.rand(3, len(left), dtype=kappa.dtype, device=kappa.device)
+        z, r = (math.pi * first).cos(), ratio[left]
+        cosine = (1.0 + r * z) / (r + z)
+        c = kappa[left] * (r - cosine)
+        angles[left] = (third - 0.5).sign() * cosine.clamp(-1.0, 1.0).acos()
+        left = left[(c * (2.0 - c) <= second) & ((c / second).log() + 1.0 < c)]
+    return (angles.view(shape).to(family.loc) + family.loc + math.pi) % (2.0 * math.pi) - math.pi
 
 
 def log_density(family: Any, y: Tensor) -> Tensor:

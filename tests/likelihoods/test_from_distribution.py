@@ -453,3 +453,22 @@ def test_a_tuning_takes_fewer_points_and_no_moments_of_each_candidate() -> None:
     evaluated.clear()
     spread_costs([posterior.with_prior(10.0**k) for k in range(17)], [(x, y)])
     assert sum(evaluated) <= 30 * (128 * 18 + 1)
+
+
+def test_draws_of_angles_follow_their_density(monkeypatch) -> None:
+    """Only rejected angles are drawn again. torch draws all of them until the last one is accepted."""
+    monkeypatch.setattr(dist.VonMises, "sample", lambda *args: pytest.fail("all angles are drawn again"))
+    kappa = torch.tensor([[1e-6], [0.1], [2.0], [50.0], [1e4]]).expand(-1, 8)
+    components = dist.VonMises(torch.full_like(kappa, 3.0), kappa)
+    prediction = MixturePrediction(components)
+    low, high = prediction.interval(0.8)
+    angles = torch.linspace(-math.pi, math.pi, 20001, dtype=F64)
+    below = dist.VonMises(0.0, kappa[:, :1].double(), validate_args=False).log_prob(angles).exp().cumsum(1)
+    below = (below / below[:, -1:]).contiguous()
+    for end, part in ((low, 0.1), (high, 0.9)):
+        exact = angles[torch.searchsorted(below, torch.full((5, 1), part, dtype=F64)).clamp_max(20000)[:, 0]]
+        turned = (end.double() - 3.0 + math.pi) % (2 * math.pi) - math.pi
+        assert ((turned - exact).abs()[1:] <= 0.12 * kappa[1:, 0].rsqrt().clamp_max(1.5)).all()
+    resultant = dist.VonMises(3.0, kappa[:, 0]).variance.sub(1).neg()
+    drawn = torch.polar(torch.ones(4096, 5), prediction.sample(4096)).mean(0).abs()
+    assert ((drawn - resultant).abs() < 0.05).all()
