@@ -186,8 +186,8 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 LINES = {
     "__init__": 90, "environment": 100, "errors": 154, "options": 193, "files": 194, "linalg": 458, "ranks": 200,
-    "data": 1341, "jacobian": 2392, "network": 3251, "tangent": 1392, "covariance": 2748, "likelihoods": 5050,
-    "prediction": 5112, "methods": 4748, "running": 591, "posterior": 1757, "tuning": 3336, "fitting": 2515,
+    "data": 1341, "jacobian": 2397, "network": 3256, "tangent": 1401, "covariance": 2748, "likelihoods": 5065,
+    "prediction": 5112, "methods": 4748, "running": 591, "posterior": 1764, "tuning": 3334, "fitting": 2515,
     "deployment": 905, "evaluation": 1712, "integrations": 984, "display": 72, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

@@ -280,8 +280,7 @@ def _draws(family: dist.Distribution, count: int) -> Tensor:
         return _draws(family.base_dist, count)
     if not isinstance(family, dist.VonMises):
         return family.sample((count,))
-    shape = count, *family.batch_shape
-    kappa = doubled(family.concentration).clamp_min(1e-9).expand(shape).flatten()
+    kappa = doubled(family.concentration).clamp_min(1e-9).expand(count, *family.batch_shape).flatten()
     ratio = (1.0 + (1.0 + 4.0 * kappa.square()).sqrt()) / (2.0 * kappa)
     angles, left = torch.empty_like(kappa), torch.arange(len(kappa), device=kappa.device)
     while len(left):
@@ -291,7 +290,7 @@ def _draws(family: dist.Distribution, count: int) -> Tensor:
         c = kappa[left] * (r - cosine)
         angles[left] = (third - 0.5).sign() * cosine.clamp(-1.0, 1.0).acos()
         left = left[(c * (2.0 - c) <= second) & ((c / second).log() + 1.0 < c)]
-    return (angles.view(shape).to(family.loc) + family.loc + math.pi) % (2.0 * math.pi) - math.pi
+    return (angles.view(count, *family.batch_shape).to(family.loc) + family.loc + math.pi) % (2.0 * math.pi) - math.pi
 
 
 def log_density(family: Any, y: Tensor) -> Tensor:

@@ -48,10 +48,7 @@ EVERY_OUTPUT = EveryOutput()
 
 
 class RandomCotangents(Cotangents):
-    """R combinations `u = (s - mean(s))/√C` of the C outputs, with random signs s for each sample and position.
-
-    `E[uᵀ V u]` is the mean variance of `f - mean(f)`, for f with the covariance V.
-    """
+    """R combinations `u = (s - mean(s))/√C` of C outputs: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
 
     by_position = True
 
@@ -60,7 +57,7 @@ class RandomCotangents(Cotangents):
         self._outputs, self._generator = outputs, torch.Generator().manual_seed(0)
 
     def __call__(self, outputs: Tensor) -> Tensor | None:
-        """Returns u (B, C, R), or None for outputs (B, T C), each of whose positions is asked for later."""
+        """Returns u (B, C, R) with new random signs s, or None for outputs (B, T C): positions are asked for later."""
         if outputs.shape[1] != self._outputs:
             return None
         signs = torch.randn(len(outputs), self._outputs, self.columns, generator=self._generator).sign()
