@@ -279,12 +279,6 @@ class SumOfUses(MatrixJacobian):
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, self.size), total(use.rows() for use in self._uses)
 
-    def jvp(self, vectors: Tensor) -> Tensor:
-        return total(use.jvp(vectors) for use in self._uses)
-
-    def sum_rows(self) -> Tensor:
-        return total(use.sum_rows() for use in self._uses)
-
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> SumOfUses:
         return SumOfUses([as_matrix(use).rotate(inputs, outputs) for use in self._uses]).within(self.slice_bytes)
 

@@ -165,6 +165,17 @@ class Outer(MatrixJacobian):
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
         return gradients.reshape(shape) * inputs[:, None, :, None]
 
+    def joint_weighted_gram(self, weights: Tensor, other: BlockJacobian) -> Tensor:
+        """Multiplies J by the weighted rows of J', which costs R + I products for each entry of g', not R I."""
+        if self.cotangents == 1 or other is self or not isinstance(other, Outer):
+            return super().joint_weighted_gram(weights, other)
+        matrix, products = weights.view(self.outputs, self.inputs), []
+        step = other.step(other.cotangents * other.size * other.a.element_size(), other.batch)
+        for a, g in zip(other.a.split(step), other.g.split(step), strict=True):
+            rows = g[..., None] * (a[:, None, :] * matrix)[:, None]  # (b', R', O, I)
+            products.append(self.jvp(rows.flatten(2).flatten(0, 1)).unflatten(2, g.shape[:2]))
+        return torch.cat(products, 2)
+
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:

@@ -65,7 +65,7 @@ class Likelihood(Options, ABC, Generic[P]):
     links: ClassVar[tuple[type[Link], ...]] = (SampledLink,)
     """The link classes that `predict` accepts, the default first."""
     tuning_link: ClassVar[Link | None] = None
-    """The link for the scores of a tuning, if there is a faster one that agrees with the default to 1e-4."""
+    """The link for the scores of the many candidates of a tuning, if there is a faster one than the default."""
     activation: ClassVar[str | None] = None
     """Function from outputs to probabilities, "softmax" or "sigmoid"; None if the outputs are not logits."""
     selects_outputs: ClassVar[bool] = False

@@ -144,17 +144,12 @@ class MixturePrediction(RealPrediction):
 
     def __post_init__(self) -> None:
         components = self.components
-        if not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
-            real = isinstance(components, dist.Distribution)
-            batch = f", of batch shape {tuple(components.batch_shape)}" if real else ""
+        labels = isinstance(components, dist.Categorical)
+        if labels or not isinstance(components, dist.Distribution) or len(components.batch_shape) < 2:
             raise LapwingError(
-                "MixturePrediction needs a distribution of torch.distributions with batch shape (inputs, draws). "
-                f"This is {shown(components)}{batch}. Pass, for example, torch.distributions.Normal(mean, std) with "
-                "tensors (inputs, draws)."
-            )
-        if isinstance(components, dist.Categorical):
-            raise LapwingError(
-                "MixturePrediction predicts numbers, and Categorical is a family of labels, which have no mean. Return "
+                "MixturePrediction needs a distribution of numbers, of batch shape (inputs, draws). This is "
+                f"{shown(components)}, of batch shape {tuple(getattr(components, 'batch_shape', ()))}. Pass, for "
+                "example, torch.distributions.Normal(mean, std) with tensors (inputs, draws). For labels return "
                 "lapwing.likelihoods.ClassPrediction.mixture(probs), with class probabilities (inputs, draws, classes)."
             )
 
@@ -240,13 +235,14 @@ class MixturePrediction(RealPrediction):
 
     def _targets(self, targets: Tensor) -> Tensor:
         """Returns the targets in the shape of the mean, angles within π of it; raises if they have another size."""
-        targets = as_targets(targets, self.mean.device)
-        if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
+        count, _, *rest = self.components.batch_shape + self.components.event_shape
+        targets, shape = as_targets(targets, _device_of(self.components)), (count, *rest)
+        if targets.numel() != math.prod(shape) or targets.shape[:1] != shape[:1]:
             raise LapwingError(
-                f"{type(self).__name__}.log_prob needs one target for each value of shape {tuple(self.mean.shape)}. "
-                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`."
+                f"{type(self).__name__}.log_prob needs one target for each value of shape {shape}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{shape}`."
             )
-        return self._unrolled(targets.reshape(self.mean.shape))
+        return self._unrolled(targets.reshape(shape))
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, ...): n of equally many draws from each component, in random order."""
@@ -260,12 +256,31 @@ class MixturePrediction(RealPrediction):
         device = _device_of(self.components)
         seed = torch.randint(2**62, (), generator=seeded(generator, device), device=device)
         with seeded_torch(int(seed), device):
-            return self.components.sample((n,))
+            return _draws(self.components, n)
 
     def distribution(self) -> dist.MixtureSameFamily:
         """Returns a `torch.distributions.MixtureSameFamily` with batch shape (B,)."""
         weights = torch.zeros(self.components.batch_shape, device=_device_of(self.components))
         return dist.MixtureSameFamily(dist.Categorical(logits=weights), self.components)
+
+
+def _draws(family: dist.Distribution, count: int) -> Tensor:
+    """Returns draws; those of a VonMises as Best and Fisher 1979, but only the rejected ones are drawn again."""
+    if isinstance(family, dist.Independent):
+        return _draws(family.base_dist, count)
+    if not isinstance(family, dist.VonMises):
+        return family.sample((count,))
+    kappa = doubled(family.concentration).clamp_min(1e-9).expand(count, *family.batch_shape).flatten()
+    ratio = (1.0 + (1.0 + 4.0 * kappa.square()).sqrt()) / (2.0 * kappa)
+    angles, left = torch.empty_like(kappa), torch.arange(len(kappa), device=kappa.device)
+    while len(left):
+        first, second, third = torch.rand(3, len(left), dtype=kappa.dtype, device=kappa.device)
+        z, r = (math.pi * first).cos(), ratio[left]
+        cosine = (1.0 + r * z) / (r + z)
+        c = kappa[left] * (r - cosine)
+        angles[left] = (third - 0.5).sign() * cosine.clamp(-1.0, 1.0).acos()
+        left = left[(c * (2.0 - c) <= second) & ((c / second).log() + 1.0 < c)]
+    return (angles.view(count, *family.batch_shape).to(family.loc) + family.loc + math.pi) % (2.0 * math.pi) - math.pi
 
 
 def log_density(family: Any, y: Tensor) -> Tensor:

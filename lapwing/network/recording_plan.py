@@ -16,6 +16,9 @@ from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from .tracing import RecordedUse
 
+TIED_TABLE = {"embedding, transposed, one-hot", "linear"}
+"""The kinds of the uses of a weight whose rows `TiedTable` does not form."""
+
 Uses = Mapping[str, Sequence[tuple[int, BatchAxis, frozenset[str]]]]
 """Block name -> its uses as (index, sample axis, treated roles)."""
 
@@ -137,7 +140,9 @@ class RecordingPlan:
 
     def is_explicit(self, block: Block) -> bool:
         """Whether a block needs explicit rows, because it is generic or its uses disagree about the layout."""
-        return block.is_generic or (block.matrix is None and len(self.uses[block.name]) > 1)
+        uses = self.uses.get(block.name, ())
+        tied = {self.kinds[i] for i, _, _ in uses if self.kinds} == TIED_TABLE
+        return block.is_generic or (block.matrix is None and len(uses) > 1 and not tied)
 
     def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
         """Estimates the entries in memory per sample: all g twice, plus patches and rotated gradients of one layer.

@@ -16,6 +16,7 @@ from ..covariance.base import split_blocks
 from ..data import batches
 from ..data.data import Data
 from ..data.inputs import Inputs
+from ..data.progress import tracked
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, total
@@ -127,7 +128,7 @@ def _steps(posterior: Posterior, train: Any) -> tuple[Data, Tensor]:
     data = Data.of(train, posterior, posterior.method.sample_weights)
     batches.check_loader(data.loader, "posterior.influence")
     data.first_of_rank("the numbers of training rows need")
-    for samples in data:
+    for samples in tracked(data, "training rows"):
         samples = samples.to(tangent.device)
         targets, weights = samples.targets, samples.weights
         for part, record in _records(posterior, tangent.check(samples.inputs)):
@@ -162,7 +163,7 @@ def _steps(posterior: Posterior, train: Any) -> tuple[Data, Tensor]:
 def _changes(posterior: Posterior, data: Data, steps: Tensor, inputs: Inputs) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields slices of the inputs and of the training rows, and the changes `-Cov(f(x), f_n) u_n` (b, C, n)."""
     tangent, covariance = posterior.tangent, posterior.covariance
-    for samples in data:
+    for samples in tracked(data, "influence of training rows"):
         vectors = steps[samples.start : samples.start + samples.count, :, None]
         for part, record in _records(posterior, tangent.check(samples.to(tangent.device).inputs), vectors):
             rows = slice(samples.start + part.start, samples.start + part.stop)
@@ -190,7 +191,7 @@ def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Te
         tangent.require(MemoryNeed("posterior.value", needed, what, "pass fewer of them"))
         among = torch.cat([coupled(record) for _, record in _records(posterior, known, root)], 1)
         factor = cholesky(_eye(among) + among)
-    for part, record in _records(posterior, pool, root):
+    for part, record in tracked(_records(posterior, pool, root), "candidates"):
         # 2. RᵀV_aaR (n, R', R') of the candidates a, without what the given labels explain
         inner = _covariance(posterior, record)
         if known is not None:

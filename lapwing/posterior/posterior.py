@@ -377,6 +377,7 @@ class Posterior(Displayed, Generic[P]):
 
     @warns_once
     @outside_modes
+    @with_progress
     @memory_errors("The explanation", SMALLER_PREDICTION)
     def explain(self, x: Any, train: Any = None, novelty: Callable[[Any], Tensor] | None = None) -> Explanation:
         """Returns the parts of the uncertainty at some inputs: noise, layers, novelty, and training rows.
@@ -402,8 +403,9 @@ class Posterior(Displayed, Generic[P]):
 
     @warns_once
     @outside_modes
+    @with_progress
     @memory_errors("The influence", SMALLER_PREDICTION)
-    def influence(self, train: Any, x: Any) -> Tensor:
+    def influence(self, train: Any, x: Any, *, progress: bool | None = None) -> Tensor:
         """Returns the change of f(x) if one training row is removed, for each row, without training again.
 
         `-Cov(f(x), f_i) (I - Λ_i V_i)⁻¹ r_i` with the score `r_i = ∇_f log p(y_i|f_i)`, the Fisher information Λ_i and
@@ -420,6 +422,7 @@ class Posterior(Displayed, Generic[P]):
             train: the training data, as in `lw.fit`, with sample weights if the fit had them, and without shuffling.
                 After a fit over several processes, each process gets the effects of the rows that it passes.
             x: one batch of inputs, as in `latent`.
+            progress: whether to show a bar over the batches of the training data, as in `latent`.
 
         Returns:
             Changes of the outputs, (B, C, n), in their units.
@@ -445,8 +448,9 @@ class Posterior(Displayed, Generic[P]):
 
     @warns_once
     @outside_modes
+    @with_progress
     @memory_errors("The value", SMALLER_PREDICTION)
-    def value(self, candidates: Any, targets: Any, given: Any = None) -> Tensor:
+    def value(self, candidates: Any, targets: Any, given: Any = None, *, progress: bool | None = None) -> Tensor:
         """Returns the expected fall of the summed variance of the outputs at `targets` if a candidate is labelled.
 
         `tr C_ta (C_aa + Λ⁻¹)⁻¹ C_at`, with the covariance C of the outputs and the Fisher information Λ of a label. For
@@ -456,6 +460,7 @@ class Posterior(Displayed, Generic[P]):
             candidates: one batch of n inputs that could be labelled.
             targets: one batch of inputs whose outputs you want to know.
             given: inputs that will be labelled in any case, such as those chosen already; None or no rows means none.
+            progress: whether to show a bar over chunks of the candidates, as in `latent`.
 
         Returns:
             Falls of the variance, (n,), in squared units of the outputs. Label the candidates with the largest value.
@@ -465,7 +470,8 @@ class Posterior(Displayed, Generic[P]):
             LapwingError: if the outputs have positions, if the covariance of the given inputs exceeds the memory
                 budget, or if the weights have changed since the fit.
 
-        Cost: one forward and C backward passes per input, and the covariances of all pairs of candidates and targets.
+        Cost: one forward and C backward passes per candidate, as much per target and given input for each chunk of
+            candidates, and the covariances of all pairs.
 
         Source: MacKay 1992, Information-based objective functions for active data selection, section 4.
         """

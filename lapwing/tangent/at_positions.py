@@ -105,9 +105,8 @@ def output_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUs
 def by_position(
     record: Record, rows: slice, max_positions: int | None, cotangents: Cotangents
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields a record with these cotangents for each position, or for evenly spaced positions if they are more."""
+    """Yields a record with its own cotangents for each position, or for evenly spaced positions if they are more."""
     outputs = record.tangent.outputs
-    columns = cotangents(record.outputs[:, :outputs])
     count = record.outputs.shape[1] // outputs
     if max_positions is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
@@ -117,4 +116,5 @@ def by_position(
         )
     recorded = min(count, max_positions or count)
     for which in (i * count // recorded for i in range(recorded)):
+        columns = cotangents(record.outputs[:, :outputs])
         yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which, columns)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -47,16 +48,20 @@ EVERY_OUTPUT = EveryOutput()
 
 
 class RandomCotangents(Cotangents):
-    """Cotangents u (C, R) of the C outputs of a sample, or of a position: R combinations that stand for all of them."""
+    """R combinations `u = (s - mean(s))/√C` of C outputs: `E[uᵀ V u]` is the mean variance of `f - mean(f)`."""
 
     by_position = True
 
-    def __init__(self, u: Tensor) -> None:
-        self.u, self.columns = u, u.shape[1]
+    def __init__(self, outputs: int, columns: int) -> None:
+        self.columns: int = columns
+        self._outputs, self._generator = outputs, torch.Generator().manual_seed(0)
 
-    def __call__(self, outputs: Tensor) -> Tensor:
-        """Returns them (B, C, R), or (B, T C, R) the same at all positions."""
-        return self.u.to(outputs).repeat(outputs.shape[1] // len(self.u), 1).expand(len(outputs), -1, -1)
+    def __call__(self, outputs: Tensor) -> Tensor | None:
+        """Returns u (B, C, R) with new random signs s, or None for outputs (B, T C): positions are asked for later."""
+        if outputs.shape[1] != self._outputs:
+            return None
+        signs = torch.randn(len(outputs), self._outputs, self.columns, generator=self._generator).sign()
+        return ((signs - signs.mean(1, keepdim=True)) / self._outputs**0.5).to(outputs)
 
 
 class GivenCotangents(Cotangents):

@@ -28,10 +28,11 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
+from ..jacobian.layers.embedding import TiedTable
 from ..jacobian.outer import Outer
 from ..linalg import double_device, total
 from ..network.generic import forward_products, per_sample_rows
-from ..network.recording_plan import Uses
+from ..network.recording_plan import TIED_TABLE, Uses
 from ..network.tracing import RecordedUse, output_gradients
 from .cotangents import FisherParts
 
@@ -240,17 +241,20 @@ class Record(Mapping[str, BlockJacobian]):
         if block.is_generic:
             return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.device, self.dtype))
         jacobians: list[BlockJacobian] = []
+        tied = block.matrix is None and {self.noted[i].use.kind for i, *_ in self._uses[block.name]} == TIED_TABLE
         limit = sys.maxsize if self._differentiable else self._limit // 2
         for i, axis, roles in self._uses[block.name]:
             use, g = self.noted[i].use, taken[i]
             if self._elsewhere and g is not None:
                 g = g.to(self.device)
             jacobian = use.jacobian(g, axis, self.samples, roles, self.dtype, limit)
-            if block.matrix is None:
+            if block.matrix is None and not tied:
                 jacobian = _row_major(jacobian, block, use.matrix(), roles)
             jacobians.append(jacobian)
         first, *other_uses = jacobians
-        if other_uses:
+        if tied:
+            first = TiedTable(jacobians)
+        elif other_uses:
             first = SumOfUses(jacobians) if block.matrix is None else first.plus(other_uses)
         return first.within(self._slice_bytes)
 

@@ -54,10 +54,10 @@ class BoundedEvidence(Tuning):
         LapwingError: if a number is out of range, or the loader has no samples.
 
     Cost: for classifiers the cost of the evidence, and one pass over `samples` samples, which are contracted once; the
-    candidates cost almost nothing with the default probit link. If more than 1 000 classes need a backward pass each,
-    16 random combinations estimate their mean variance. For regressions: a kernel of at most 2 000 rows over all
-    trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of the samples; and for
-    the noise predictions of at most 20 000 samples, or 2 000 if more than 40 000 weights are treated.
+    candidates cost almost nothing with the default probit link. If more than 1 000 outputs of an input need a backward
+    pass each, 4 random combinations at a position estimate their mean variance. For regressions: a kernel of at most
+    2 000 rows over all trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of
+    the samples; and for the noise predictions of at most 20 000 samples, or 2 000 for more than 40 000 treated weights.
 
     Example:
         >>> import torch, lapwing as lw

@@ -31,7 +31,7 @@ from .search import evenly
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
 WIDTH_OUTPUTS = 200  # of an input with more outputs, over all positions, a mean variance uses some positions
 HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 of T of a head, or of its σ² over the σ² in the curvature
-PROBES = 16  # random combinations of the outputs of a sample, if more than 1 000 outputs need a backward pass each
+PROBES = 4  # random combinations of C outputs, if an input has more than 1 000 outputs that need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]
 """Returns the candidates around a posterior, which differ only in prior and noise."""
@@ -340,17 +340,15 @@ def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], prior
 
 
 def _probes(posterior: Posterior, tangent: Tangent) -> RandomCotangents | None:
-    """Returns `u = (s - mean(s))/√C` with random signs s: `E[uᵀ V u]` is the mean variance of `f - mean(f)`.
+    """Returns random combinations that estimate the mean variance of the outputs of an input, or of a position.
 
     Returns None if few outputs need a backward pass each, or if the link reads more than their mean variance.
     """
     outputs, mean_is_enough = tangent.outputs, posterior.likelihood.reads(tangent.outputs) == "scale"
-    if outputs <= EXACT_OUTPUTS or tangent.treats_output_alone or not mean_is_enough:
+    few = tangent.width <= EXACT_OUTPUTS or outputs <= PROBES
+    if few or tangent.treats_output_alone or not mean_is_enough or not has_prior(posterior.covariance):
         return None
-    if not has_prior(posterior.covariance):
-        return None
-    signs = torch.randn(outputs, PROBES, generator=torch.Generator().manual_seed(0)).sign()
-    return RandomCotangents(((signs - signs.mean(0)) / outputs**0.5).to(tangent.device))
+    return RandomCotangents(outputs, PROBES)
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:

@@ -11,7 +11,7 @@ import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.jacobian import shared_outer
 from lapwing.jacobian.jacobian import DiagonalWeights, SumOfUses, reflect_
-from lapwing.jacobian.layers.embedding import OneHot
+from lapwing.jacobian.layers.embedding import OneHot, TiedTable
 from lapwing.jacobian.outer import Outer
 from lapwing.jacobian.strips import Strips
 from lapwing.linalg import add_squares, mirrored
@@ -318,3 +318,37 @@ def test_output_factors_do_not_depend_on_how_gradients_lie_in_memory(layout, cha
     assert tn.SharedOuter(Strips.whole(a, laid)).add_kronecker_factors(False, inputs, outputs) == 36
     torch.testing.assert_close(inputs.tril(), wanted_inputs.tril())
     torch.testing.assert_close(outputs.tril(), wanted.tril())
+
+
+def tied_networks() -> dict:
+    """Networks whose table is their embedding and the matrix of their last layer."""
+    look, hidden = torch.nn.functional.embedding, lambda net, x: torch.tanh(net.hidden(x))
+    return {
+        "triples": lambda net, x: (look(x[:, 0], net.table) * look(x[:, 1], net.table)) @ net.table.T,
+        "one lookup, padding": lambda net, x: hidden(net, look(x[:, 0], net.table, 0)) @ net.table.T,
+        "positions": lambda net, x: (hidden(net, look(x, net.table)) @ net.table.T).square().sum(1),
+        "two heads": lambda net, x: (
+            look(x[:, 0], net.table) @ net.table.T + hidden(net, look(x[:, 1], net.table)) @ net.table.T
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", tied_networks())
+def test_a_tied_table_forms_no_rows_for_sums_of_squares(name, monkeypatch):
+    torch.manual_seed(0)
+    parts = {"table": torch.nn.Parameter(torch.randn(6, 4)), "hidden": torch.nn.Linear(4, 4)}
+    model = Net(tied_networks()[name], **parts).double().eval()
+    x, other = torch.randint(6, (7, 3)), torch.randint(6, (3, 3))
+    tangent = tn.Tangent.survey(model, x, tn.matching("table"))
+    (block,) = tangent.blocks
+    plain, theirs = dense(model, x, tangent), dense(model, other, tangent)
+    u = torch.randn(7, 6, 2, dtype=torch.float64)
+    for cotangents, rows in ((None, plain), (u, u.mT @ plain)):
+        jacobian = tangent.record(x, cotangents)[block.name]
+        assert isinstance(jacobian, TiedTable)
+        check_contractions(jacobian, rows, tangent.record(other)[block.name], theirs)
+    monkeypatch.setattr(OneHot, "row_slices", lambda self: pytest.fail("rows of the table"))
+    posterior = lw.fit(
+        model, (x, torch.rand(7, 6) < 0.5), lw.KFAC(), params=tn.matching("table"), likelihood="bernoulli"
+    )
+    assert posterior.predict(x).probs.shape == (7, 6)

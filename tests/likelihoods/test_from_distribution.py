@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch import distributions as dist
 from torch.special import polygamma
 
@@ -13,6 +14,7 @@ import lapwing as lw
 from lapwing.covariance import LatentDraws
 from lapwing.likelihoods import Gaussian, MixturePrediction
 from lapwing.likelihoods.links import latent_points
+from lapwing.tuning.held_out import spread_costs
 from tests.likelihoods.fakes import FakeLatent, gauss_hermite, joint_latent, random_latent
 
 F64 = torch.float64
@@ -431,3 +433,42 @@ def test_values_that_a_function_repeats_have_no_density(function):
     assert moved.std.isfinite().all()
     with pytest.raises(lw.LapwingError, match="is constant around [48] of 8 targets, where it has no density"):
         moved.log_prob(torch.tensor([0.0, 1.5]).expand(4, 2))
+
+
+def test_a_tuning_takes_fewer_points_and_no_moments_of_each_candidate() -> None:
+    """17 candidates and the network, at 128 points each; the moments of a mixture cost as much as its density."""
+    evaluated: list[int] = []
+
+    class Noted(dist.Normal):
+        mean = property(lambda self: pytest.fail("a tuning needs no moments"))
+
+        def log_prob(self, value: Tensor) -> Tensor:
+            evaluated.append(torch.broadcast_shapes(value.shape, self.loc.shape).numel())
+            return super().log_prob(value)
+
+    torch.manual_seed(0)
+    x, y, model = torch.randn(30, 2), torch.randn(30), nn.Linear(2, 2).eval()
+    likelihood = lw.FromDistribution(lambda f: Noted(f[..., 0], f[..., 1].exp()))
+    posterior = lw.fit(model, (x, y), lw.Full(), likelihood=likelihood, prior_precision=1.0)
+    evaluated.clear()
+    spread_costs([posterior.with_prior(10.0**k) for k in range(17)], [(x, y)])
+    assert sum(evaluated) <= 30 * (128 * 18 + 1)
+
+
+def test_draws_of_angles_follow_their_density(monkeypatch) -> None:
+    """Only rejected angles are drawn again. torch draws all of them until the last one is accepted."""
+    monkeypatch.setattr(dist.VonMises, "sample", lambda *args: pytest.fail("all angles are drawn again"))
+    kappa = torch.tensor([[1e-6], [0.1], [2.0], [50.0], [1e4]]).expand(-1, 8)
+    components = dist.VonMises(torch.full_like(kappa, 3.0), kappa)
+    prediction = MixturePrediction(components)
+    low, high = prediction.interval(0.8)
+    angles = torch.linspace(-math.pi, math.pi, 20001, dtype=F64)
+    below = dist.VonMises(0.0, kappa[:, :1].double(), validate_args=False).log_prob(angles).exp().cumsum(1)
+    below = (below / below[:, -1:]).contiguous()
+    for end, part in ((low, 0.1), (high, 0.9)):
+        exact = angles[torch.searchsorted(below, torch.full((5, 1), part, dtype=F64)).clamp_max(20000)[:, 0]]
+        turned = (end.double() - 3.0 + math.pi) % (2 * math.pi) - math.pi
+        assert ((turned - exact).abs()[1:] <= 0.12 * kappa[1:, 0].rsqrt().clamp_max(1.5)).all()
+    resultant = dist.VonMises(3.0, kappa[:, 0]).variance.sub(1).neg()
+    drawn = torch.polar(torch.ones(4096, 5), prediction.sample(4096)).mean(0).abs()
+    assert ((drawn - resultant).abs() < 0.05).all()

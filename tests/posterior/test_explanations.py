@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm.auto
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 import lapwing as lw
 from lapwing.posterior import Explanation
@@ -243,3 +245,25 @@ def test_refusals() -> None:
     for call, message in cases:
         with pytest.raises(lw.LapwingError, match=message):
             call()
+
+
+def test_influence_multiplies_each_row_by_two_vectors_and_not_by_its_outputs() -> None:
+    """All pairs of 10 outputs of 30 rows and 30 inputs would be 2 · 300² products for each of the 2 874 weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 10)).eval()
+    x, y = torch.randn(30, 40), torch.arange(30) % 10
+    posterior = lw.fit(model, (x, y), lw.KFAC(), prior_precision=1.0)
+    with FlopCounterMode(display=False) as counter:
+        posterior.influence((x, y), x)
+    assert counter.get_total_flops() < 2 * 300**2 * posterior.tangent.size / 8
+
+
+def test_influence_and_value_have_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    (x, y), real = data(), tqdm.auto.tqdm
+    monkeypatch.setattr(tqdm.auto, "tqdm", lambda **options: labels.append(options["desc"]) or real(**options))
+    posterior = fitted(network(), x, y)
+    posterior.influence([(x[:10], y[:10]), (x[10:], y[10:])], x[:2], progress=True)
+    posterior.value(x, x[:2], progress=True)
+    posterior.value(x, x[:2], progress=False)
+    assert labels == ["training rows", "candidates"]

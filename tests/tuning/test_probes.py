@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.tuning.held_out import sample_scores, spread_costs
+from lapwing import tangent as tn
+from lapwing.tuning.held_out import PROBES, sample_scores, spread_costs
 from tests.quick import others_slow
 
 
@@ -63,3 +64,30 @@ def test_links_of_each_output_are_scored_exactly(monkeypatch):
             exact = spread_costs([one], [(x, y)])
             patch.setattr("lapwing.tuning.held_out.EXACT_OUTPUTS", 4)
             assert spread_costs([one], [(x, y)]) == exact
+
+
+def test_outputs_of_all_positions_count_as_in_the_fit(monkeypatch):
+    """5 outputs at each of 6 positions are more than 20: then each position takes 4 backward passes, not 5."""
+    torch.manual_seed(0)
+    model, data = tied()
+    posterior = lw.fit(model, data, lw.KFAC(), prior_precision=0.5)
+    columns, plain = [], tn.record.output_gradients
+
+    def counted(graph, noted, u, *options):
+        columns.append(u.shape[-1])
+        return plain(graph, noted, u, *options)
+
+    monkeypatch.setattr(tn.record, "output_gradients", counted)
+    monkeypatch.setattr("lapwing.tuning.held_out.EXACT_OUTPUTS", 20)
+    spread_costs([posterior], data)
+    assert set(columns) == {PROBES}
+
+
+def test_random_combinations_differ_between_samples():
+    """`(u·v)²` of a direction v is far from its mean in 4 combinations; close to it in 4 for each of 1 000 samples."""
+    torch.manual_seed(0)
+    v = torch.randn(50)
+    u = tn.RandomCotangents(50, PROBES)(torch.zeros(1000, 50))
+    estimates = torch.einsum("ncr,c->nr", u, v).square()
+    torch.testing.assert_close(estimates.mean(), v.var(correction=0), rtol=0.1, atol=0)
+    assert tn.RandomCotangents(50, PROBES)(torch.zeros(2, 150)) is None  # positions are asked for one by one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,6 +130,45 @@ def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]
     merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
     distinct = order.new_zeros(samples, length).scatter_(1, place, tokens)
     return distinct, merged.unflatten(1, (samples, length)).transpose(0, 1)
+
+
+class TiedTable(BlockJacobian):
+    """A table (V, O), row-major, whose rows tokens select, and which is also the matrix of linear layers.
+
+    J is the sum of all uses, which meet only in the rows of a sample's tokens. With the linear layers' part K in these
+    rows, squares of J are those of the linear layers, plus those of K and the tokens together, minus those of K.
+    """
+
+    def __init__(self, uses: Sequence[BlockJacobian]) -> None:
+        kinds: list[list[Any]] = [[use for use in uses if isinstance(use, OneHot) == hot] for hot in (False, True)]
+        linear, tokens = (first.plus(rest) if rest else first for first, *rest in kinds)
+        self.batch, self.cotangents, self.size = tokens.batch, tokens.cotangents, tokens.size
+        self._linear, self._tokens, self._width = linear, tokens, tokens.width
+        places, common = tokens.tokens, torch.zeros_like(tokens.g)
+        for a, g in linear.strips:
+            index = places[:, None, None].expand(*g.shape[:3], -1)  # (B, R, t, T)
+            common = common + torch.einsum("nrtk,nti->nrki", g[:, :, :, 0].gather(3, index), a[:, :, 0])
+        unused = (places == 0) & (torch.arange(places.shape[1], device=places.device) > 0)
+        common = torch.where(unused[:, None, :, None], 0.0, common)
+        self._both, self._common = (OneHot(places, g, tokens.vocabulary) for g in (common + tokens.g, common))
+
+    def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        for part, rows in self._linear.row_slices():
+            table, index = rows.unflatten(2, (-1, self._width)), self._tokens.tokens - part.start // self._width
+            inside = (index >= 0) & (index < table.shape[2])
+            index = (index * inside)[:, None, :, None].expand_as(self._tokens.g)
+            yield part, table.scatter_add(2, index, self._tokens.g * inside[:, None, :, None]).flatten(2)
+
+    def squared_sum(self) -> Tensor:
+        more = self._both.squared_sum() - self._common.squared_sum()
+        return (self._linear.squared_sum() + more.view(self._width, -1).T.flatten()).clamp_min(0.0)
+
+    def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
+        several = list(candidates)
+        turned = [DiagonalWeights(one.flat.view(-1, self._width).T.flatten()) for one in several]
+        both, common = (part.weighted(turned, reads) for part in (self._both, self._common))
+        sums = [sum(parts) - k for *parts, k in zip(self._linear.weighted(several, reads), both, common, strict=True)]
+        return sums if reads == "covariances" else [one.clamp_min(0.0) for one in sums]
 
 
 class EmbeddingUse(Use):
