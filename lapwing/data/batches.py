@@ -18,9 +18,9 @@ Forward = Callable[[nn.Module, Any], Any]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
 JOINED = (
-    "If one tensor holds the nodes or points of several samples, let the loader yield the numbers of samples, "
-    "[(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: model(*join(numbers.tolist())), with your "
-    "function join(...) that makes such a batch of these samples."
+    "If samples have sizes of their own (lists of tensors, packed sequences, bags, graphs), let the loader yield the "
+    "numbers of samples, [(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: "
+    "model(*join(numbers.tolist())), where your join(...) makes such a batch of them."
 )
 """Remedy if the first dimension of the inputs does not hold the samples."""
 
@@ -34,7 +34,7 @@ def describe(value: Any) -> str:
         return f"dict({', '.join(named)}{', ...' if len(value) > 8 else ''})"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}(" + ", ".join(describe(item) for item in list(value)[:4]) + ")"
-    return type(value).__name__
+    return f"{type(value).__name__}{' (pass its .toarray())' * hasattr(value, 'toarray')}"  # of SciPy
 
 
 def check_dense(x: Tensor, subject: str) -> None:
@@ -49,6 +49,7 @@ def check_dense(x: Tensor, subject: str) -> None:
 
 def pair(batch: Any) -> tuple[Any, Any]:
     """Returns the inputs and the targets of a batch, unchecked."""
+    check_names(batch)
     if isinstance(batch, Mapping):
         label = next((key for key in LABEL_KEYS if key in batch), None)
         if label is not None and len(batch) > 1:
@@ -76,6 +77,16 @@ def pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
+def check_names(batch: Any) -> None:
+    """Raises if the targets of a batch, or of data (x, y), are names."""
+    last = _last(batch)
+    if isinstance(last, (list, tuple)) and last and isinstance(last[0], str):
+        raise LapwingError(
+            f"The targets are names, such as {shown(last[0])}. Pass their numbers: "
+            "numpy.unique(y, return_inverse=True)[1]."
+        )
+
+
 def are_heads(targets: Any) -> bool:
     """Whether targets are a dict from names of heads to tensors."""
     return isinstance(targets, Mapping) and bool(targets) and all(isinstance(y, Tensor) for y in targets.values())
@@ -83,10 +94,15 @@ def are_heads(targets: Any) -> bool:
 
 def head_keys(batch: Any) -> tuple[str, ...]:
     """Returns the sorted keys of the targets of a batch, or of data (x, y), if they are a dict; otherwise ()."""
-    last = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else {}
-    if isinstance(batch, Mapping):
-        last = next((batch[key] for key in LABEL_KEYS if key in batch), {})
+    last = _last(batch)
     return tuple(sorted(last)) if are_heads(last) else ()
+
+
+def _last(batch: Any) -> Any:
+    """Returns the targets of a batch, or of data (x, y), or None."""
+    if isinstance(batch, Mapping):
+        return next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
 
 
 def packed(targets: Mapping[str, Tensor]) -> Tensor:
@@ -138,11 +154,7 @@ def check_loader(loader: Any, purpose: str) -> None:
             f"{purpose} needs an iterable of (inputs, targets) batches, not a {type(loader).__name__}. Write "
             "lapwing.integrations.huggingface.fit_trainer(trainer), or pass trainer.get_train_dataloader()."
         )
-    if one_batch and any(isinstance(part, (list, tuple)) and part and isinstance(part[0], str) for part in loader):
-        raise LapwingError(
-            f"{purpose} needs numbers, and {shown(loader)} has names. Pass labels that are names as "
-            "numpy.unique(y, return_inverse=True)[1]."
-        )
+    check_names(loader)
     if one_batch or other or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "

@@ -105,6 +105,8 @@ class Comparison:
             LapwingError: if the table has no such row or no predictions, or matplotlib is missing.
         """
         found = pictures(self, row)
+        if not found:
+            raise LapwingError("No picture fits predictions of several heads, or of targets such as (time, ended).")
         lines = -(-len(found) // 2)
         figure, axes = extra("matplotlib.pyplot").subplots(
             lines, 2, figsize=(9, 3.6 * lines), squeeze=False, layout="constrained"

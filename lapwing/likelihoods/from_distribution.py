@@ -99,6 +99,11 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         with torch.enable_grad(), validation(False):
             leaf = wide.expand(len(values), *wide.shape).clone().requires_grad_()  # (n, B, C)
             logs = log_density(self._family(leaf), values)
+            if not logs.requires_grad:
+                raise LapwingError(
+                    f"The log density of {self!r} has no gradient by the outputs f. Compute the parameters of the "
+                    "distribution from f by functions of torch, without f.detach(), f.tolist() or NumPy."
+                )
             logs, weights = (part.reshape(*leaf.shape[:2], -1) for part in (logs, weights.expand_as(logs)))  # (n, B, K)
             for log, weight in zip(logs.unbind(-1), weights.unbind(-1), strict=True):  # targets are independent
                 (score,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)

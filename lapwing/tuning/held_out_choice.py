@@ -253,7 +253,7 @@ def _warn_of_no_spread(best: Posterior, exponent: float) -> None:
     log.warning(
         "Validation of %s chose a prior precision of %.3g, which leaves no uncertainty of the weights: the mutual "
         "information is rounding noise, and only the confidence of the network ranks out-of-distribution inputs. "
-        "For a map of what the network does not know, leave validation= out: lw.fit(model, loader, lw.KFAC()).",
+        "For a map of what the network does not know, make a second posterior: lw.fit(model, loader, lw.KFAC()).",
         best.method, 10**exponent,
     )  # fmt: skip
 

@@ -162,7 +162,8 @@ REFUSED = [
       for wrong in (torch.ones(3), "a", NAN, torch.ones(4, 2))),
     (lambda: Gaussian(0.3).predict(LATENT).scaled(0.0, [1.0, 0.0]), "not positive"),
     *((lambda shape=shape: normals(False)[0].log_prob(torch.zeros(shape)), "shape (4,) … y.reshape")
-      for shape in ((4, 2), (3,), (1, 4), ())),
+      for shape in ((3,), (1, 4), ())),
+    (lambda: normals(False)[0].log_prob(torch.zeros(4, 2)), "shape (4,) … (4, 2) … density="),
     (lambda: normals(False)[0].interval(90), "between 0 and 1"),
     (lambda: MixturePrediction(dist.Categorical(torch.ones(50, 6, 3))), "ClassPrediction.mixture"),
     # functions of y
