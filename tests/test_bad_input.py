@@ -260,6 +260,7 @@ class Pair(NamedTuple):
 
 
 RAGGED = list(torch.randn(16, 4).split([3, 7, 2, 4]))
+PACKED = pack_sequence(RAGGED, enforce_sorted=False)
 BAGS = {"words": nn.EmbeddingBag(9, 4), "head": nn.Linear(4, 3)}
 
 
@@ -355,7 +356,7 @@ REFUSED = [
       for call in (lambda x: fit((x, Y)), lambda x: fit([(x, Y)]), lambda x: lw.fit(network(), DATA).predict(x))),
     # samples of unequal sizes
     *((lambda data=data, forward=forward: fit(data, Net(bagged, head=nn.Linear(4, 3)).eval(), forward=forward), JOIN)
-      for data in ([(RAGGED, Y[:4])], (tuple(RAGGED), Y[:4]), [(RAGGED[1:], Y[:3])], [(pack_sequence(RAGGED, False), Y[:4])])
+      for data in ([(RAGGED, Y[:4])], (tuple(RAGGED), Y[:4]), [(RAGGED[1:], Y[:3])], [(PACKED, Y[:4])])
       for forward in (None, lambda net, rows: net(rows))),
     *((lambda inputs=inputs: fit([(inputs, Y[:3])], Net(in_bags, **BAGS).eval(), forward=in_bags), JOIN)
       for inputs in ((torch.arange(8), torch.tensor([0, 2, 3])), {"offsets": torch.tensor([0, 2, 3]), "x": X})),

@@ -38,7 +38,7 @@ _ADVISED: set[str] = set()
 
 
 def _in_own_words(record: logging.LogRecord) -> bool:
-    """A logging filter during `lw.fit`: an estimator holds data out by its own option, and advises it once a process."""
+    """A logging filter during `lw.fit`: an estimator holds data out by its own option, advised once a process."""
     text = re.sub(r"lw\.fit\(model, loader, validation=held_out\)|validation=held_out", OPTION, record.getMessage())
     record.msg, record.args, advice = text, (), NUMBER.sub("", text)
     new = OPTION not in text or advice not in _ADVISED

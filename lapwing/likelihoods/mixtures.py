@@ -308,7 +308,7 @@ def log_density(family: Any, y: Tensor) -> Tensor:
             raise
         raise LapwingError(
             f"The log_prob of {type(family).__name__} raised {type(error).__name__} ({error}) at values of shape "
-            f"{tuple(y.shape)}. It must accept targets, and draws of its own sample(), of batch_shape + event_shape. For "
+            f"{tuple(y.shape)}. It must accept targets, and draws of its sample(), of batch_shape + event_shape. For "
             "targets of another form, such as (time, ended), write a likelihood: see docs/extending.md."
         ) from error
     try:

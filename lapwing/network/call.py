@@ -68,9 +68,8 @@ class Call:
                     f"The inputs are a dict with the keys {shown(list(value))}, and {type(model).__name__} is called "
                     "as model(**inputs). Name each input by a string: {'x': x}."
                 )
-            if hasattr(model, "prepare_decoder_input_ids_from_labels") and not any(
-                "decoder_in" in name for name in value
-            ):
+            translates = hasattr(model, "prepare_decoder_input_ids_from_labels")
+            if translates and not any(name.startswith("decoder_input") for name in value):
                 raise LapwingError(
                     f"{type(model).__name__} also reads the tokens before each label, and the labels are only targets "
                     "here. Let the batches hold decoder_input_ids: transformers.DataCollatorForSeq2Seq(tokenizer, "

@@ -321,7 +321,7 @@ def _check_repeatable(
         same = drew or len(shapes) > 1 or (call.recorded(inputs, parameters).outputs - outputs).abs().max() > tolerance
         if not same:
             raise LapwingError(
-                f"{name} gives other outputs (by {float(difference):.2g}) where no gradient is needed, as the fast path "
+                f"{name} gives other outputs (by {float(difference):.2g}) if no gradient is needed, as the fast path "
                 "of nn.TransformerEncoder does at padding. Leave the padding out of what follows, or call "
                 "torch.backends.mha.set_fastpath_enabled(False)."
             )
@@ -346,8 +346,8 @@ def _check_repeatable(
                 f"The output of {name} at one sample changes with the rest of the batch"
                 f"{f' (by {distance:.2g})' if fits else ''}. Samples must be independent and lie along the first "
                 "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, "
-                "batch_first=True in recurrent layers, fixed steps in an adaptive solver, or wrap the model so that the "
-                f"batch comes first.{SHARED_INPUT if sum(not each for each in inputs.shared) > 1 else ''}"
+                "batch_first=True in recurrent layers, fixed steps in an adaptive solver, or wrap the model so that "
+                f"the batch comes first.{SHARED_INPUT if sum(not each for each in inputs.shared) > 1 else ''}"
             )
 
 

@@ -106,7 +106,7 @@ class Posterior(Displayed, Generic[P]):
             facts.append(f"prior_precision of {len(precision)} blocks")
         factors = {"data_factor": self.data_factor, "temperature": self.temperature}
         facts += [f"{name}={factor:g}" for name, factor in factors.items() if factor != 1]
-        costs = f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes"
+        costs = f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes in multiply-adds"
         if self.aim is not None and self.aim.via is not None:
             costs = f"predictions are by {self.aim.via}"
         if self.method.tuning is not None:

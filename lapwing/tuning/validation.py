@@ -393,7 +393,8 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
     The gain must exceed `WORTHWHILE_SHIFT` per sample, or `WORTHWHILE_SHARE` of the NLL if that is less (rare classes),
-    and twice the gain of all samples 10 + 3 C. Without a shift twice the gain is about χ² with C degrees of freedom.
+    unless weights of labels in the loss have surely shifted the logits; and twice the gain of all samples 10 + 3 C.
+    Without a shift twice the gain is about χ² with C degrees of freedom.
     Outputs with positions, or with a map of the logits, are not checked. Cost: a forward pass.
     """
     likelihood, tangent = posterior.likelihood.plain, posterior.tangent
@@ -417,7 +418,8 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     best = ascend(score, start, [-bound for bound in most], most)
     nll = -float(score(torch.cat([scaled, start[1:]])))
     gain = nll + float(score(best))
-    if gain > min(WORTHWHILE_SHIFT, WORTHWHILE_SHARE * nll) and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
+    least = min(WORTHWHILE_SHIFT, WORTHWHILE_SHARE * nll) if likelihood is posterior.likelihood else 0.0
+    if gain > least and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
         # 2. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
         shift = best[1:] / best[0].exp()
         shift = shift - shift.mean() if likelihood.activation == "softmax" else shift

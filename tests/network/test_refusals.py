@@ -192,6 +192,7 @@ def observing(write: bool) -> nn.Module:
     return net
 
 
+ON_GRID = {"one": nn.Linear(4, 3), "two": nn.Linear(1, 3)}
 WEIGHED = {"gate": nn.Linear(4, 1), "experts": nn.ModuleList(mlp() for _ in range(4))}
 ATTENDING = {"mix": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 3)}
 THREE = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
@@ -244,10 +245,10 @@ REFUSED = [
      REST_OF_BATCH),
     (lambda: fit(Net(lambda net, x: net.head(x.cumsum(0)), head=nn.Linear(4, 3)), X), REST_OF_BATCH),
     (lambda: fit(Net(adaptive, flow=nn.Linear(4, 4), head=nn.Linear(4, 3)), X), f"{REST_OF_BATCH} … adaptive solver"),
-    (lambda: Tangent.survey(Net(on_grid, one=nn.Linear(4, 3), two=nn.Linear(1, 3)).double().eval(), (X, X[:, :1]), EVERY),
+    (lambda: Tangent.survey(Net(on_grid, **ON_GRID).double().eval(), (X, X[:, :1]), EVERY),
      f"{REST_OF_BATCH} … input that all samples share, such as a grid … let forward= add it"),
     # calls that differ in eval mode
-    (lambda: fit(padded(), X), "Padded gives other outputs … no gradient … TransformerEncoder … set_fastpath_enabled"),
+    (lambda: fit(padded(), X), "gives other outputs … if no gradient … TransformerEncoder … set_fastpath_enabled"),
     *((lambda write=write: fit(observing(write), X), "Net changes its buffers (low) … disable_observer … self.training")
       for write in (True, False)),
     # buffers, and the last layer

@@ -314,6 +314,19 @@ def test_a_shift_of_rare_classes_is_measured_by_their_nll(caplog):
     assert 0.08 * nll < gain < 0.05
 
 
+@pytest.mark.parametrize("weight", [1.5, None])
+def test_weights_of_labels_make_a_small_shift_worth_a_word(weight, caplog):
+    """The shift is worth less than 0.05 nats and 8 % of the NLL, and a label's ECE is 0.03 higher by it."""
+    generator = torch.Generator().manual_seed(0)
+    model, x = torch.nn.Linear(1, 1).double().eval(), torch.randn(4000, 1, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(math.log(1.5) - 2)
+    y = torch.bernoulli((x - 2).sigmoid(), generator=generator)
+    lw.fit(model, (x[:400], y[:400]), likelihood=lw.Bernoulli(pos_weight=weight), validation=(x[400:], y[400:]))
+    assert ("constant for each logit" in caplog.text) is (weight is not None)
+
+
 @pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Bernoulli()], ids=["softmax", "sigmoid"])
 def test_a_shift_of_the_logits_is_seen(likelihood, caplog):
     """A network that was trained on balanced data predicts a rare class far too often, whatever the temperature."""
