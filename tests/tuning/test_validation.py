@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -312,6 +313,24 @@ def test_a_shift_of_rare_classes_is_measured_by_their_nll(caplog):
     (said,) = (r.getMessage() for r in caplog.records if "constant for each logit" in r.getMessage())
     gain, nll = map(float, re.search(r"gains (\S+) of (\S+) nats", said).groups())
     assert 0.08 * nll < gain < 0.05
+
+
+@pytest.mark.parametrize("temperature", [1.1, 1.18])
+def test_a_temperature_between_two_candidates_is_found(temperature):
+    """The candidates are 1 and 1.26, and no spread may take the place of a temperature between them."""
+    generator = torch.Generator().manual_seed(0)
+    model, x = torch.nn.Linear(2, 3).double().eval(), torch.randn(6000, 2, dtype=torch.float64, generator=generator)
+    logits = 1.5 * x @ torch.tensor([[1.0, 0.0, -1.0], [0.5, -1.0, 0.5]], dtype=torch.float64)
+    y = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    with torch.no_grad():
+        model.weight.copy_(temperature * torch.linalg.lstsq(x, logits).solution.T)
+        model.bias.zero_()
+    grid = torch.linspace(0.9, 1.4, 501, dtype=torch.float64)
+    losses = [float(torch.nn.functional.cross_entropy(model(x[1000:]) / t, y[1000:])) for t in grid]
+    best = float(grid[losses.index(min(losses))])
+    posterior = lw.fit(model, (x[:1000], y[:1000]), validation=(x[1000:], y[1000:]))
+    assert posterior.logit_temperature == pytest.approx(best, abs=0.01)
+    assert best > 1.05
 
 
 @pytest.mark.parametrize("weight", [1.5, None])
