@@ -315,7 +315,7 @@ def test_a_shift_of_rare_classes_is_measured_by_their_nll(caplog):
     assert 0.08 * nll < gain < 0.05
 
 
-@pytest.mark.parametrize("temperature", [1.1, 1.18])
+@pytest.mark.parametrize("temperature", [1.07, 1.1])
 def test_a_temperature_between_two_candidates_is_found(temperature):
     """The candidates are 1 and 1.26, and no spread may take the place of a temperature between them."""
     generator = torch.Generator().manual_seed(0)
@@ -326,11 +326,11 @@ def test_a_temperature_between_two_candidates_is_found(temperature):
         model.weight.copy_(temperature * torch.linalg.lstsq(x, logits).solution.T)
         model.bias.zero_()
     grid = torch.linspace(0.9, 1.4, 501, dtype=torch.float64)
-    losses = [float(torch.nn.functional.cross_entropy(model(x[1000:]) / t, y[1000:])) for t in grid]
+    losses = [torch.nn.functional.cross_entropy(model(x[1000:]) / t, y[1000:]).item() for t in grid]
     best = float(grid[losses.index(min(losses))])
     posterior = lw.fit(model, (x[:1000], y[:1000]), validation=(x[1000:], y[1000:]))
     assert posterior.logit_temperature == pytest.approx(best, abs=0.01)
-    assert best > 1.05
+    assert best > 1.02
 
 
 @pytest.mark.parametrize("weight", [1.5, None])
