@@ -163,7 +163,8 @@ class Inputs:
                 raise LapwingError(
                     f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in "
                     f"{int(bad.sum())} samples (first: sample {first}). Pass finite numbers: drop these samples or "
-                    "impute them, for instance by x = x.nan_to_num()."
+                    "impute them, for instance by x = x.nan_to_num(). If the network itself takes NaN, mark it: x = "
+                    "x.nan_to_num(-999.0), and forward=lambda model, x: model(x.where(x != -999.0, torch.nan))."
                 )
 
     def __repr__(self) -> str:
