@@ -349,9 +349,8 @@ REFUSED = [
     (lambda: fit(subset_of_weights="last_layer"), "has no option subset_of_weights= … params=lw.last_layer"),
     (lambda: fit(zoo=1), "has no option zoo= … it has model, loader, method"),
     (lambda: fit(params="last_layer"), "params='last_layer' is none of … Write params=lw.last_layer."),
-    *((lambda data=data: fit(data), "targets are names, such as 'cat' … numpy.unique(y, return_inverse=True)[1]")
-      for data in ((X, ["cat", "dog"] * 4), [(X, ["cat", "dog"] * 4)], [(X, ("cat", "dog") * 4)],
-                   [{"input": X, "labels": ["cat", "dog"] * 4}])),
+    (lambda: fit((X, ["cat", "dog"] * 4)), "numpy.unique(y, return_inverse=True)[1] for labels that are names"),
+    (lambda: fit([(X, ["cat", "dog"] * 4)]), "list(str, … numpy.unique(y, return_inverse=True)[1] numbers names"),
     *((lambda call=call: call(csr_matrix(X.numpy())), "csr_matrix (pass its .toarray())")
       for call in (lambda x: fit((x, Y)), lambda x: fit([(x, Y)]), lambda x: lw.fit(network(), DATA).predict(x))),
     # samples of unequal sizes

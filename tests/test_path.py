@@ -45,7 +45,7 @@ class Ran(NamedTuple):
 CEILINGS = {
     "fit with a given prior": Ran(lines=2697, functions=363, classes=57, files=66),
     "fit with its default tuning": Ran(lines=3165, functions=436, classes=72, files=77),
-    "first prediction": Ran(lines=1178, functions=170, classes=39, files=46),
+    "first prediction": Ran(lines=1189, functions=170, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 

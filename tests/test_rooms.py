@@ -186,9 +186,9 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 LINES = {
     "__init__": 90, "environment": 100, "errors": 154, "options": 193, "files": 194, "linalg": 458, "ranks": 200,
-    "data": 1341, "jacobian": 2391, "network": 3241, "tangent": 1392, "covariance": 2729, "likelihoods": 5050,
-    "prediction": 5112, "methods": 4748, "running": 591, "posterior": 1757, "tuning": 3336, "fitting": 2515,
-    "deployment": 905, "evaluation": 1712, "integrations": 984, "display": 72, "cli": 227, "__main__": 8,
+    "data": 1343, "jacobian": 2391, "network": 3258, "tangent": 1392, "covariance": 2722, "likelihoods": 5061,
+    "prediction": 5097, "methods": 4748, "running": 591, "posterior": 1764, "tuning": 3361, "fitting": 2515,
+    "deployment": 905, "evaluation": 1714, "integrations": 1002, "display": 72, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 

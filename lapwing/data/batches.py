@@ -49,7 +49,6 @@ def check_dense(x: Tensor, subject: str) -> None:
 
 def pair(batch: Any) -> tuple[Any, Any]:
     """Returns the inputs and the targets of a batch, unchecked."""
-    check_names(batch)
     if isinstance(batch, Mapping):
         label = next((key for key in LABEL_KEYS if key in batch), None)
         if label is not None and len(batch) > 1:
@@ -71,20 +70,11 @@ def pair(batch: Any) -> tuple[Any, Any]:
     line = f"Write lw.batches(loader, inputs={keys[0]!r}, targets={keys[-1]!r}), or let" if len(keys) > 1 else "Let"
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. {line} the "
-        "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array), or "
-        f"dicts with one of the keys {', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
+        "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array, and "
+        "numpy.unique(y, return_inverse=True)[1] numbers names), or dicts with one of the keys "
+        f"{', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
         "pass forward=lambda model, inputs: model(...)."
     )
-
-
-def check_names(batch: Any) -> None:
-    """Raises if the targets of a batch, or of data (x, y), are names."""
-    last = _last(batch)
-    if isinstance(last, (list, tuple)) and last and isinstance(last[0], str):
-        raise LapwingError(
-            f"The targets are names, such as {shown(last[0])}. Pass their numbers: "
-            "numpy.unique(y, return_inverse=True)[1]."
-        )
 
 
 def are_heads(targets: Any) -> bool:
@@ -94,15 +84,10 @@ def are_heads(targets: Any) -> bool:
 
 def head_keys(batch: Any) -> tuple[str, ...]:
     """Returns the sorted keys of the targets of a batch, or of data (x, y), if they are a dict; otherwise ()."""
-    last = _last(batch)
-    return tuple(sorted(last)) if are_heads(last) else ()
-
-
-def _last(batch: Any) -> Any:
-    """Returns the targets of a batch, or of data (x, y), or None."""
+    last = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else {}
     if isinstance(batch, Mapping):
-        return next((batch[key] for key in LABEL_KEYS if key in batch), None)
-    return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+        last = next((batch[key] for key in LABEL_KEYS if key in batch), {})
+    return tuple(sorted(last)) if are_heads(last) else ()
 
 
 def packed(targets: Mapping[str, Tensor]) -> Tensor:
@@ -154,11 +139,11 @@ def check_loader(loader: Any, purpose: str) -> None:
             f"{purpose} needs an iterable of (inputs, targets) batches, not a {type(loader).__name__}. Write "
             "lapwing.integrations.huggingface.fit_trainer(trainer), or pass trainer.get_train_dataloader()."
         )
-    check_names(loader)
     if one_batch or other or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "
-            "set of arrays or tensors, [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
+            "set of arrays or tensors, [(x, y)] for one batch, torch.utils.data.DataLoader(dataset, batch_size=100), "
+            "or numpy.unique(y, return_inverse=True)[1] for labels that are names."
         )
 
 

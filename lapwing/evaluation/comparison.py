@@ -265,10 +265,7 @@ ERRORS = (
     "±: standard error. In the first row it belongs to the number, in the other rows to the difference from the first "
     "row, paired by sample."
 )
-PASSES = (
-    "passes: time of the probabilities, or of mean and variance, in plain forward passes, measured in this run. Small "
-    "networks need more of them. Scores such as MI take extra time."
-)
+PASSES = "passes: measured time of probabilities or means, without scores, in forward passes. Small networks need more."
 QUARTERS = (
     "Q1 to Q4: share of targets in the 90 % intervals, by quarter of the predicted standard deviations, the smallest "
     "first. A row that predicts one standard deviation has no quarters."

@@ -66,10 +66,7 @@ class Mixture(Displayed, Generic[P]):
         """
         if isinstance(x, (DataLoader, Iterator)):
             x = list(kept_batches(x))
-        parts: list[Any] = [member.predict(x, *args, **options) for member in self.members]
-        if isinstance(parts[0], list):  # a prediction for each batch
-            return [mixed(members) for members in zip(*parts, strict=True)]  # type: ignore[return-value]
-        return mixed(tuple(parts))
+        return mixed(tuple(member.predict(x, *args, **options) for member in self.members))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the members by `Posterior.save` to a new folder: `member-0.safetensors` and so on.

@@ -260,15 +260,10 @@ class MixturePrediction(RealPrediction):
         """Returns the targets in the shape of the mean, angles within π of it; raises if they have another size."""
         targets = as_targets(targets, self.mean.device)
         if targets.numel() != self.mean.numel() or targets.shape[:1] != self.mean.shape[:1]:
-            line = f"Write `y.reshape{tuple(self.mean.shape)}`."
-            if targets.shape[:1] == self.mean.shape[:1]:
-                line = (
-                    "Targets of another form, such as (time, ended), need a likelihood that returns "
-                    "MixturePrediction(family, density=...), whose log_prob reads them: see docs/extending.md."
-                )
             raise LapwingError(
                 f"{type(self).__name__} needs one target for each value of shape {tuple(self.mean.shape)}. "
-                f"The targets have shape {tuple(targets.shape)}. {line}"
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{tuple(self.mean.shape)}`. Only "
+                "log_prob reads others, such as (time, ended), and needs their density=: see docs/extending.md."
             )
         return self._unrolled(targets.reshape(self.mean.shape))
 
@@ -304,7 +299,7 @@ def log_density(family: Any, y: Tensor) -> Tensor:
         with validation(False):
             logs = family.log_prob(y)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, LapwingError) or is_out_of_memory(error) or "type" in str(error):
+        if isinstance(error, LapwingError) or is_out_of_memory(error):
             raise
         raise LapwingError(
             f"The log_prob of {type(family).__name__} raised {type(error).__name__} ({error}) at values of shape "

@@ -27,7 +27,7 @@ from .eager import real, without_compiled
 from .functional import FirstCall, first_call
 from .module_state import PreservedState, modules_of
 from .output_layers import output_layers
-from .recording_plan import Coverage, RecordingPlan, backward_share, planned
+from .recording_plan import Coverage, RecordingPlan, planned
 from .selection import LastLayer, Predicate, select, with_entries
 from .tracing import RecordedUse, Recording, output_gradients
 
@@ -102,9 +102,8 @@ def probe(
     pairs = zip(noted, axes, strict=True)
     uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
     unseen = not first.unseen.isdisjoint(names)
-    share = backward_share(recording.noted, set(names), samples, isinstance(params, LastLayer))
     blocks, plan = planned(uses, covered, parameters, outputs)
-    plan = replace(plan, shared=inputs.shared, unseen=unseen, share=share, idle=idle)
+    plan = replace(plan, shared=inputs.shared, unseen=unseen, idle=idle)
     alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
     blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])

@@ -24,7 +24,7 @@ from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, integer, positive
-from ..prediction import Aim, DefaultWay, Quantity, Way
+from ..prediction import Aim, Quantity, Way
 from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
@@ -106,14 +106,13 @@ class Posterior(Displayed, Generic[P]):
             facts.append(f"prior_precision of {len(precision)} blocks")
         factors = {"data_factor": self.data_factor, "temperature": self.temperature}
         facts += [f"{name}={factor:g}" for name, factor in factors.items() if factor != 1]
-        costs = f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes in multiply-adds"
-        if self.aim is not None and self.aim.via is not None:
-            costs = f"predictions are by {self.aim.via}"
         if self.method.tuning is not None:
             facts.append(f"tuned by {self.method.tuning.partition('(')[0]}")
+        if self.aim is not None and self.aim.via is not None:
+            facts.append(f"predictions by {self.aim.via}")
         return (
             f"<Posterior by {self.method} over {weights} of {type(self.model).__name__} ({names}){default}, "
-            f"{self.samples:,} samples, {', '.join(facts)}; {costs}>"
+            f"{self.samples:,} samples, {', '.join(facts)}>"
         )
 
     @property
@@ -285,7 +284,8 @@ class Posterior(Displayed, Generic[P]):
         self._check_network()
         check_flag("latent", "joint", joint)
         parts = latents_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)
-        return _one([latent for latent, _ in parts])
+        latents: Any = [latent for latent, _ in parts]
+        return latents[0] if len(latents) == 1 else latents
 
     @warns_once
     @full_precision
@@ -330,7 +330,8 @@ class Posterior(Displayed, Generic[P]):
         if self.aim is not None:
             rows = parts[0][0].rows if has_positions(parts[0][0]) else parts[0][0]
             link = self.aim.link_for(via, link, lambda: likelihood.choose_link(rows, None))
-        return _one([predicted(likelihood, latent, link, generator, features) for latent, features in parts])
+        found: Any = [predicted(likelihood, latent, link, generator, features) for latent, features in parts]
+        return found[0] if len(found) == 1 else found
 
     @warns_once
     @outside_modes
@@ -595,8 +596,3 @@ class Posterior(Displayed, Generic[P]):
         if not has_prior(self.covariance):
             raise LapwingError(f"A posterior by {self.method} has no {what}. Fit again with lw.KFAC().")
         return self.covariance
-
-
-def _one(results: list[Any]) -> Any:
-    """Returns the only entry of a list, or a list of several entries."""
-    return results[0] if len(results) == 1 else results

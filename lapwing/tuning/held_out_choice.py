@@ -179,11 +179,12 @@ def _at_tops(scores: Tensor, grid: Sequence[float]) -> tuple[Tensor, Tensor]:
     points = torch.tensor(grid, dtype=means.dtype, device=means.device)
     shift = shift.maximum(-points[at] / (points[1] - points[0]))  # T >= 1
     # Lagrange's polynomials at the shift, for the scores of each sample as for their mean
-    weights = shift * (shift - 1) / 2, 1 - shift.square(), shift * (shift + 1) / 2
-    shape = (*at.shape, scores.shape[-1])
-    parts = [scores.gather(2, (at + k)[..., None].expand(shape)) for k in (-1, 0, 1)]  # (posteriors, points, 1, N)
-    rows = sum(w[..., None].to(part) * part for w, part in zip(weights, parts, strict=True))
-    return (points[at] + shift * (points[1] - points[0])).squeeze(-1), rows.squeeze(2)
+    weights = torch.cat([shift * (shift - 1) / 2, 1 - shift.square(), shift * (shift + 1) / 2], -1)[..., None].to(
+        scores
+    )
+    places = torch.cat([at - 1, at, at + 1], -1)[..., None].expand(-1, -1, -1, scores.shape[-1])  # (.., 3, N)
+    rows = torch.where(weights == 0, 0.0, weights * scores.gather(2, places)).sum(2)  # 0 for a score of -inf
+    return (points[at] + shift * (points[1] - points[0])).squeeze(-1), rows
 
 
 def _best_pair(

@@ -477,3 +477,20 @@ def test_a_number_of_positions_that_varies_keeps_one_noise_for_each_output():
         lw.scale_factor(fixed, held_out[:1], by="evidence")
     with pytest.raises(lw.LapwingError, match=r"noise of 12 outputs of a sample, .* 3 positions of 2 outputs"):
         fixed.predict(x[:5, :3])
+
+
+def test_scores_at_the_top_of_a_parabola():
+    """Scores that are quadratic in log10 T are exact there; T stays at least 1, and a score of -inf counts nowhere."""
+    grid = [-0.1, 0.0, 0.1, 0.2]
+    t = torch.tensor(grid, dtype=torch.float64)
+    centres = torch.tensor([0.04, 0.13, -0.08, 0.5], dtype=torch.float64)
+    noise = torch.randn(4, 1, 9, dtype=torch.float64)
+    scores = 0.3 * noise - (1 + noise.square()) * (t[:, None] - centres[:, None, None]).square()  # (points, K, N)
+    tops, rows = choice._at_tops(scores[None], grid)
+    torch.testing.assert_close(tops[0], torch.tensor([0.04, 0.13, 0.0, 0.2], dtype=torch.float64))
+    wanted = 0.3 * noise[:, 0] - (1 + noise[:, 0].square()) * (tops[0] - centres)[:, None].square()
+    torch.testing.assert_close(rows[0], wanted)
+    scores[0, 0, 3] = -torch.inf
+    tops, rows = choice._at_tops(scores[None], grid)
+    assert float(tops[0, 0]) in grid
+    assert rows[0, 0].isfinite().all()
