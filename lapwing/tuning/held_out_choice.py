@@ -172,18 +172,16 @@ def _at_tops(scores: Tensor, grid: Sequence[float]) -> tuple[Tensor, Tensor]:
     Scores are (posteriors, points, K, N) on a grid of K values whose first is below 0; the results are (posteriors,
     points) and (posteriors, points, N). Without the parabola T = 1 would win over a better T between two candidates.
     """
-    means = scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf)
+    means = scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf, neginf=-math.inf)
     at = means[..., 1:-1].argmax(-1, keepdim=True) + 1  # (posteriors, points, 1)
     left, middle, right = (means.gather(-1, at + k) for k in (-1, 0, 1))
     shift = (0.5 * (left - right) / (left - 2 * middle + right).clamp_max(-1e-300)).nan_to_num(0.0).clamp(-1, 1)
     points = torch.tensor(grid, dtype=means.dtype, device=means.device)
     shift = shift.maximum(-points[at] / (points[1] - points[0]))  # T >= 1
     # Lagrange's polynomials at the shift, for the scores of each sample as for their mean
-    weights = torch.cat([shift * (shift - 1) / 2, 1 - shift.square(), shift * (shift + 1) / 2], -1)[..., None].to(
-        scores
-    )
+    weights = torch.cat([shift * (shift - 1) / 2, 1 - shift.square(), shift * (shift + 1) / 2], -1)[..., None]
     places = torch.cat([at - 1, at, at + 1], -1)[..., None].expand(-1, -1, -1, scores.shape[-1])  # (.., 3, N)
-    rows = torch.where(weights == 0, 0.0, weights * scores.gather(2, places)).sum(2)  # 0 for a score of -inf
+    rows = torch.where(weights == 0, 0.0, weights * scores.gather(2, places)).sum(2).to(scores)  # 0 for a score of -inf
     return (points[at] + shift * (points[1] - points[0])).squeeze(-1), rows
 
 
