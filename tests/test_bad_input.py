@@ -16,6 +16,7 @@ import torch
 from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
@@ -258,6 +259,39 @@ class Pair(NamedTuple):
     attention: Tensor
 
 
+RAGGED = list(torch.randn(16, 4).split([3, 7, 2, 4]))
+PACKED = pack_sequence(RAGGED, enforce_sorted=False)
+BAGS = {"words": nn.EmbeddingBag(9, 4), "head": nn.Linear(4, 3)}
+
+
+def bagged(net: Any, rows: Any) -> Tensor:
+    """A network that gets a list of tensors, or a packed sequence."""
+    rows = unpack_sequence(rows) if isinstance(rows, PackedSequence) else rows
+    return torch.stack([net.head(row).mean(0) for row in rows])
+
+
+def in_bags(net: Any, inputs: Any) -> Tensor:
+    words, offsets = (Y, inputs["offsets"]) if isinstance(inputs, dict) else inputs
+    return net.head(net.words(words, offsets))
+
+
+def translator() -> nn.Module:
+    """An encoder-decoder as in transformers, whose decoder would read the labels without decoder_input_ids."""
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1, 3)
+
+        def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+            return labels
+
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
+            return self.head((input_ids if decoder_input_ids is None else decoder_input_ids).float())
+
+    return Translator().eval()
+
+
 METHODS = [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)]
 HOLES = changed(REAL.abs().round(), (3, 2), NAN)
 LATE = [(X, Y), (changed(X, (6, 1), math.inf), Y)]
@@ -315,8 +349,18 @@ REFUSED = [
     (lambda: fit(subset_of_weights="last_layer"), "has no option subset_of_weights= … params=lw.last_layer"),
     (lambda: fit(zoo=1), "has no option zoo= … it has model, loader, method"),
     (lambda: fit(params="last_layer"), "params='last_layer' is none of … Write params=lw.last_layer."),
-    (lambda: fit((X, ["cat", "dog"] * 4)), "has names … numpy.unique(y, return_inverse=True)[1]"),
-    (lambda: fit((csr_matrix(X.numpy()), Y)), "csr_matrix … torch.as_tensor(x.toarray()) of a SciPy matrix"),
+    (lambda: fit((X, ["cat", "dog"] * 4)), "numpy.unique(y, return_inverse=True)[1] for labels that are names"),
+    (lambda: fit([(X, ["cat", "dog"] * 4)]), "list(str, … numpy.unique(y, return_inverse=True)[1] numbers names"),
+    *((lambda call=call: call(csr_matrix(X.numpy())), "csr_matrix (pass its .toarray())")
+      for call in (lambda x: fit((x, Y)), lambda x: fit([(x, Y)]), lambda x: lw.fit(network(), DATA).predict(x))),
+    # samples of unequal sizes
+    *((lambda data=data, forward=forward: fit(data, Net(bagged, head=nn.Linear(4, 3)).eval(), forward=forward), JOIN)
+      for data in ([(RAGGED, Y[:4])], (tuple(RAGGED), Y[:4]), [(RAGGED[1:], Y[:3])], [(PACKED, Y[:4])])
+      for forward in (None, lambda net, rows: net(rows))),
+    *((lambda inputs=inputs: fit([(inputs, Y[:3])], Net(in_bags, **BAGS).eval(), forward=in_bags), JOIN)
+      for inputs in ((torch.arange(8), torch.tensor([0, 2, 3])), {"offsets": torch.tensor([0, 2, 3]), "x": X})),
+    (lambda: fit([{"input_ids": Y[:, None], "labels": Y}], translator()),
+     "Translator … labels are only targets here … decoder_input_ids … DataCollatorForSeq2Seq"),
     # what a forward does not know
     (lambda: fit(model=graphs()), "Net, called as model(x) … (8, 4) … no attribute 'x' … forward="),
     (lambda: fit([{"x": X, "labels": Y}], graphs(), forward=lambda net, batch: net.head(batch["x"] + batch["labels"])),

@@ -82,15 +82,12 @@ def test_results_show_what_print_shows():
     assert "prior precision" in repr(posterior.diagnose())
 
 
-def test_a_posterior_says_what_the_default_chose_and_what_a_prediction_costs():
+def test_a_posterior_says_what_the_default_chose():
     data = [(X, LABELS)]
     text = repr(lw.fit(network(), data))
     assert "over 27 of 67 weights of Sequential (2.weight, 2.bias)" in text
-    assert "tuned by BoundedEvidence; a prediction costs about 2 forward passes" in text
+    assert "tuned by BoundedEvidence>" in text
     assert "all 67 weights" in repr(lw.fit(network(), data, lw.KFAC()))
-    assert "about 5 forward passes" in repr(lw.fit(network(), data, lw.KFAC()))
-    many = lw.fit(network(1100), [(X, LABELS)], lw.Diagonal(), params=lw.everything, prior_precision=1.0)
-    assert "about 193 forward passes" in repr(many)  # 64 draws
 
 
 def test_tuned_says_whether_a_tuning_chose_a_number():

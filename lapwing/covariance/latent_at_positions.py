@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeIs
 
-from ..errors import LapwingError
 from ..network.positions import Places
 from .latent import BaseLatent, JointLatent, Latent, SelectedLatent
 from .latent_draws import LatentDraws, LinearDraws
@@ -58,14 +57,8 @@ class LatentAtPositions(BaseLatent):
 
     @staticmethod
     def concatenate(parts: Sequence[LatentAtPositions]) -> LatentAtPositions:
-        """Joins the latents of consecutive batches; raises if the batches have different positions."""
+        """Joins the latents of consecutive batches with the same positions."""
         first = parts[0]
-        sizes = {part.places.sizes for part in parts}
-        if len(sizes) > 1:
-            raise LapwingError(
-                f"The batches of the loader have outputs at {' and '.join(map(str, sorted(sizes)[:3]))} positions, "
-                "so they do not form one tensor. Predict each batch with posterior.predict(x)."
-            )
         kind: Any = type(first.rows)
         rows = kind.concatenate([part.rows for part in parts])
         places = replace(first.places, samples=sum(part.places.samples for part in parts))

@@ -18,9 +18,9 @@ Forward = Callable[[nn.Module, Any], Any]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
 JOINED = (
-    "If one tensor holds the nodes or points of several samples, let the loader yield the numbers of samples, "
-    "[(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: model(*join(numbers.tolist())), with your "
-    "function join(...) that makes such a batch of these samples."
+    "If samples have sizes of their own (lists of tensors, packed sequences, bags, graphs), let the loader yield the "
+    "numbers of samples, [(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: "
+    "model(*join(numbers.tolist())), where your join(...) makes such a batch of them."
 )
 """Remedy if the first dimension of the inputs does not hold the samples."""
 
@@ -34,7 +34,7 @@ def describe(value: Any) -> str:
         return f"dict({', '.join(named)}{', ...' if len(value) > 8 else ''})"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}(" + ", ".join(describe(item) for item in list(value)[:4]) + ")"
-    return type(value).__name__
+    return f"{type(value).__name__}{' (pass its .toarray())' * hasattr(value, 'toarray')}"  # of SciPy
 
 
 def check_dense(x: Tensor, subject: str) -> None:
@@ -70,8 +70,9 @@ def pair(batch: Any) -> tuple[Any, Any]:
     line = f"Write lw.batches(loader, inputs={keys[0]!r}, targets={keys[-1]!r}), or let" if len(keys) > 1 else "Let"
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. {line} the "
-        "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array), or "
-        f"dicts with one of the keys {', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
+        "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array, and "
+        "numpy.unique(y, return_inverse=True)[1] numbers names), or dicts with one of the keys "
+        f"{', '.join(LABEL_KEYS)}. Inputs may be any tuple, list or dict of tensors if you "
         "pass forward=lambda model, inputs: model(...)."
     )
 
@@ -138,15 +139,11 @@ def check_loader(loader: Any, purpose: str) -> None:
             f"{purpose} needs an iterable of (inputs, targets) batches, not a {type(loader).__name__}. Write "
             "lapwing.integrations.huggingface.fit_trainer(trainer), or pass trainer.get_train_dataloader()."
         )
-    if one_batch and any(isinstance(part, (list, tuple)) and part and isinstance(part[0], str) for part in loader):
-        raise LapwingError(
-            f"{purpose} needs numbers, and {shown(loader)} has names. Pass labels that are names as "
-            "numpy.unique(y, return_inverse=True)[1]."
-        )
     if one_batch or other or not hasattr(loader, "__iter__"):
         raise LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "
-            "set of arrays or tensors, [(x, y)] for one batch, or torch.utils.data.DataLoader(dataset, batch_size=100)."
+            "set of arrays or tensors, [(x, y)] for one batch, torch.utils.data.DataLoader(dataset, batch_size=100), "
+            "or numpy.unique(y, return_inverse=True)[1] for labels that are names."
         )
 
 

@@ -163,9 +163,11 @@ def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     if isinstance(data, tuple) and batches.are_heads(data[-1]):
         data = (*data[:-1], batches.packed(data[-1]))
     inputs, targets = batches.pair(data)
-    count = Inputs(inputs).samples
+    count, joined = Inputs(inputs).samples, f" {batches.JOINED}" * any(Inputs(inputs).shared)
     if targets.ndim and count != len(targets):
-        raise LapwingError(f"The inputs have {count} rows and the targets {len(targets)}. Pass a target for each row.")
+        raise LapwingError(
+            f"The inputs have {count} rows and the targets {len(targets)}. Pass a target for each row.{joined}"
+        )
     if not count:
         raise LapwingError(f"The data set has no samples: {batches.describe(data)}. Pass at least one row.")
     return [batch.value for _, batch in Inputs(data).chunks(BATCH)]

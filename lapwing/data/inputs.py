@@ -73,8 +73,8 @@ class Inputs:
                 return leaf.shape[0]
         raise LapwingError(
             f"The inputs, {self}, hold no tensor whose first dimension is the batch. Pass such a tensor, by "
-            "torch.as_tensor(x), or torch.as_tensor(x.toarray()) of a SciPy matrix, alone or within tuples, lists and "
-            "dicts, and let forward=lambda model, inputs: model(...) make the arguments of the network of it."
+            "torch.as_tensor(x), alone or within tuples, lists and dicts, and let forward=lambda model, inputs: "
+            "model(...) make the arguments of the network of it."
         )
 
     @unlocked_property
@@ -163,7 +163,8 @@ class Inputs:
                 raise LapwingError(
                     f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in "
                     f"{int(bad.sum())} samples (first: sample {first}). Pass finite numbers: drop these samples or "
-                    "impute them, for instance by x = x.nan_to_num()."
+                    "impute them, for instance by x = x.nan_to_num(). If the network itself takes NaN, mark it: x = "
+                    "x.nan_to_num(-999.0), and forward=lambda model, x: model(x.where(x != -999.0, torch.nan))."
                 )
 
     def __repr__(self) -> str:

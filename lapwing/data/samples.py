@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from . import batches
-from .batches import check_dense, describe, plain, tensors
+from .batches import JOINED, check_dense, describe, plain, tensors
 from .inputs import Inputs
 
 WEIGHT_KEYS = ("sample_weights", "weights")
@@ -120,7 +120,9 @@ def _check_targets(inputs: Inputs, targets: Tensor) -> None:
         return
     what = "have more rows than the samples" if targets.ndim else "have no dimensions"
     line = "Pass one row for each sample in both: a single one as x[None] and y[None]."
-    if targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in inputs.tensors):
+    if any(inputs.shared):
+        line = JOINED
+    elif targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in inputs.tensors):
         line = (
             "If the second dimension of the inputs is the batch, pass x.transpose(0, 1), and forward=lambda model, x: "
             "model(x.transpose(0, 1))."

@@ -105,6 +105,8 @@ class Comparison:
             LapwingError: if the table has no such row or no predictions, or matplotlib is missing.
         """
         found = pictures(self, row)
+        if not found:
+            raise LapwingError("No picture fits predictions of several heads, or of targets such as (time, ended).")
         lines = -(-len(found) // 2)
         figure, axes = extra("matplotlib.pyplot").subplots(
             lines, 2, figsize=(9, 3.6 * lines), squeeze=False, layout="constrained"
@@ -263,7 +265,7 @@ ERRORS = (
     "±: standard error. In the first row it belongs to the number, in the other rows to the difference from the first "
     "row, paired by sample."
 )
-PASSES = "passes: time of a prediction in plain forward passes, measured in this run. Small networks need more of them."
+PASSES = "passes: measured time of probabilities or means, without scores, in forward passes. Small networks need more."
 QUARTERS = (
     "Q1 to Q4: share of targets in the 90 % intervals, by quarter of the predicted standard deviations, the smallest "
     "first. A row that predicts one standard deviation has no quarters."

@@ -48,10 +48,10 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
 
         found.append({"kind": kind, "draw": both, "rows": {name: arrays[name] for name in lines}, "row": chosen})
 
-    if arrays[base].mean is None:
+    if arrays[base].confidence is not None:
         add("reliability", plots.reliability_diagram, lambda own: (own.confidence, own.correct))
         add("risk", plots.risk_coverage, lambda own: (own.confidence, own.correct))
-    else:
+    elif arrays[base].mean is not None:
         add("intervals", plots.interval_calibration, _as_normal)
         add("scaled", plots.scaled_residuals, _as_normal)
     for name, ranked in detectors(table).items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import lapwing as lw
 
+from ..data.samples import Samples
 from ..errors import LapwingError, extra
 from ._modes import eval_mode
 
@@ -37,8 +38,8 @@ class LaplaceCallback(_Callback):
         posterior: the `lw.Posterior`; None before the end of the training.
 
     Raises:
-        LapwingError: before the training, if there are several processes or the validation data are missing; after it,
-            for the reasons of `lw.fit`.
+        LapwingError: before the training, if there are several processes, the validation data are missing or `inputs=`
+            does not fit the first batch; after it, for the reasons of `lw.fit`.
     """
 
     def __init__(
@@ -73,6 +74,14 @@ class LaplaceCallback(_Callback):
                 "LaplaceCallback(validation=True) needs validation data, and the trainer has none. Pass a loader for "
                 "them to trainer.fit and define validation_step, or leave validation out."
             )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Raises before the first step if the fit at the end of the training could not read the batches."""
+        if batch_idx == 0:
+            try:
+                Samples.of(self._picked([batch])[0], self.options.get("sample_weights", False))
+            except LapwingError as error:
+                raise LapwingError(str(error).replace("lw.batches(loader, ", "LaplaceCallback(")) from error
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Fits and saves the posterior."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import lapwing as lw
 
 from ..data.inputs import Inputs
+from ..display import NUMBER
 from ..errors import LapwingError, extra, shown
 from ..network.call import Call, output_tensor
 from ..options import INT64_LIMIT, check_argument, integer, number
@@ -30,11 +32,18 @@ check_random_state = extra("sklearn.utils", "sklearn").check_random_state
 multiclass, validation = (extra(f"sklearn.utils.{name}", "sklearn") for name in ("multiclass", "validation"))
 
 
+OPTION = "validation_fraction=0.2"
+_ADVISED: set[str] = set()
+"""Messages that were logged, without their numbers: a search fits many networks."""
+
+
 def _in_own_words(record: logging.LogRecord) -> bool:
-    """A logging filter during `lw.fit`: an estimator holds data out by an option of its own."""
-    text = record.getMessage().replace("lw.fit(model, loader, validation=held_out)", "validation_fraction=0.2")
-    record.msg, record.args = text, ()
-    return True
+    """A logging filter during `lw.fit`: an estimator holds data out by its own option, advised once a process."""
+    text = re.sub(r"lw\.fit\(model, loader, validation=held_out\)|validation=held_out", OPTION, record.getMessage())
+    record.msg, record.args, advice = text, (), NUMBER.sub("", text)
+    new = OPTION not in text or advice not in _ADVISED
+    _ADVISED.add(advice)
+    return new
 
 
 class _LaplaceEstimator(base.BaseEstimator):

@@ -105,6 +105,8 @@ class RegressionMixture(NormalsPrediction, MixturePrediction):
 def mixed(members: tuple[Any, ...]) -> Any:
     """Returns the equal mixture of predictions of the same inputs, in their shape if they have positions."""
     first = members[0]
+    if isinstance(first, list):  # a prediction for each batch of unequal lengths
+        return [mixed(batch) for batch in zip(*members, strict=True)]
     if isinstance(first, PredictionAtPositions):
         rows = mixed(tuple(member.rows for member in members))
         return PredictionAtPositions(rows, replace(first.latent, rows=rows.latent))

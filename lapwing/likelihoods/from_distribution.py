@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from torch import distributions as dist
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_out_of_memory, shown
 from ..linalg import doubled, psd_root, seeded_torch
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
@@ -27,20 +26,6 @@ from .targets import check_labels, check_real_targets
 
 LARGEST_SUPPORT = 64
 """Maximum number of values of a finite support for which Λ is an exact sum over the values."""
-
-
-@contextmanager
-def _one_dtype_explained() -> Iterator[None]:
-    """Raises with the line to write if a function has tensors of one dtype: a fit calls it in two dtypes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "dtype" not in str(error) and "scalar type" not in str(error):
-            raise
-        raise LapwingError(
-            "The function of lw.FromDistribution is called at outputs f of the network's dtype and of float64, and "
-            f"fails: {str(error).splitlines()[0]}. Convert its tensors, for example by torch.eye(2).to(f)."
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -59,12 +44,10 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
     def family(self, outputs: Tensor) -> dist.Distribution:
         """Returns the distribution of y at outputs (..., C), with batch shape (...), or (..., K) for K targets."""
 
-    @_one_dtype_explained()
     def target_shape(self, outputs: int) -> tuple[int, ...]:
         family: Any = self._family(torch.zeros(1, 1, outputs, dtype=torch.float64))
         return () if isinstance(family, dist.Categorical) else tuple((*family.batch_shape, *family.event_shape, 1)[2:3])
 
-    @_one_dtype_explained()
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if the distribution has another shape or invalid parameters, or if targets are outside its support."""
         outputs, name = at_least_float32(outputs.detach()), type(self).__name__
@@ -79,7 +62,6 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
                 "Beta. Move them inside, for example by `y.clamp(1e-4, 1 - 1e-4)`, or choose another family."
             )
 
-    @_one_dtype_explained()
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `log p(y|f)`, summed over the K targets of an input, (B,)."""
         outputs = at_least_float32(outputs)
@@ -87,7 +69,6 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         y = self._aligned(family, outputs, targets.to(outputs.device))
         return log_density(family, y).reshape(len(outputs), -1).sum(-1)
 
-    @_one_dtype_explained()
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns the root `U √λ` of `Λ = E[s sᵀ] = U λ Uᵀ`, `s = ∇_f log p(y|f)`, (B, C, C).
 
@@ -100,6 +81,11 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         with torch.enable_grad(), validation(False):
             leaf = wide.expand(len(values), *wide.shape).clone().requires_grad_()  # (n, B, C)
             logs = log_density(self._family(leaf), values)
+            if not logs.requires_grad:
+                raise LapwingError(
+                    f"The log density of {self!r} has no gradient by the outputs f. Compute the parameters of the "
+                    "distribution from f by functions of torch, without f.detach(), f.tolist() or NumPy."
+                )
             logs, weights = (part.reshape(*leaf.shape[:2], -1) for part in (logs, weights.expand_as(logs)))  # (n, B, K)
             for log, weight in zip(logs.unbind(-1), weights.unbind(-1), strict=True):  # targets are independent
                 (score,) = torch.autograd.grad(log.sum(), leaf, retain_graph=True)
@@ -133,13 +119,10 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         try:
             with validation(validate):
                 family: Any = self.family(outputs)
-        except (IndexError, TypeError, ValueError) as error:
-            if isinstance(error, LapwingError):
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, LapwingError) or is_out_of_memory(error):
                 raise
-            raise LapwingError(
-                f"{self!r} fails at outputs of shape {tuple(outputs.shape)}: {str(error).split(', but found')[0]}. Map "
-                "outputs (..., C) to parameters in their range, for example by f[..., 0].exp() for a positive one."
-            ) from error
+            raise self._failure(outputs, error) from error
         lead, shape = outputs.shape[:-1], torch.Size()
         if isinstance(family, dist.Distribution):
             shape = family.batch_shape + family.event_shape
@@ -150,6 +133,13 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
             f"{self!r} gives {shown(family)} of shape {tuple(shape)} for outputs of shape {tuple(outputs.shape)}. "
             f"Return a torch.distributions object of batch shape {tuple(lead)}, or with one more dimension for several "
             "targets (not for a Categorical): index the outputs by f[..., 0]."
+        )
+
+    def _failure(self, outputs: Tensor, error: Exception) -> LapwingError:
+        return LapwingError(
+            f"{self!r} fails at outputs of shape {tuple(outputs.shape)} and dtype {outputs.dtype}: "
+            f"{str(error).split(', but found')[0]}. Map outputs (..., C) to parameters in their range, for example "
+            "by f[..., 0].exp() for a positive one, with tensors of the dtype of f: torch.eye(2).to(f)."
         )
 
     def _values(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,9 +154,11 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         try:
             with seeded_torch(int(outputs.sum().view(torch.int64)) % 2**62, outputs.device):
                 return family.sample((self.draws,)), outputs.new_full((), 1.0 / self.draws)
-        except RuntimeError:
+        except RuntimeError as error:
             self._family(outputs, validate=True)  # raises if the parameters are invalid
-            raise
+            if is_out_of_memory(error):
+                raise
+            raise self._failure(outputs, error) from error
 
 
 @dataclass(frozen=True, repr=False)

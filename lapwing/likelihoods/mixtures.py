@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..data.frames import as_targets
-from ..errors import LapwingError, shown
+from ..errors import LapwingError, is_out_of_memory, shown
 from ..linalg import check_draws, doubled, seeded, seeded_torch
-from .predictions import RealPrediction
+from .predictions import Prediction, RealPrediction
 
 NORMAL_NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
@@ -138,9 +138,12 @@ class MixturePrediction(RealPrediction):
     Args:
         components: distribution of y under each draw, with batch shape (B, S). Labels, which have no mean, are a
             `ClassPrediction.mixture` instead.
+        density: function from targets to log densities (B, S), for targets that are not values of the family, such as
+            (time, ended) of a time that may be censored. Then only `log_prob` reads targets.
     """
 
     components: dist.Distribution
+    density: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         components = self.components
@@ -178,6 +181,8 @@ class MixturePrediction(RealPrediction):
         return y if resultants(self.components) is None else y - turn * ((y - self.mean) / turn).round()
 
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
+        if self.density is not None:  # no target has a residual
+            return Prediction.for_metrics(self, targets)
         return super().for_metrics(self._targets(targets))
 
     def _drawn(self, count: int) -> Tensor:
@@ -230,7 +235,10 @@ class MixturePrediction(RealPrediction):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
-        logs = log_density(self.components, self._targets(targets).unsqueeze(1))
+        if self.density is None:
+            logs = log_density(self.components, self._targets(targets).unsqueeze(1))
+        else:
+            logs = self.density(as_targets(targets, self.mean.device))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
 
     def _targets(self, targets: Tensor) -> Tensor:
@@ -239,8 +247,9 @@ class MixturePrediction(RealPrediction):
         targets, shape = as_targets(targets, _device_of(self.components)), (count, *rest)
         if targets.numel() != math.prod(shape) or targets.shape[:1] != shape[:1]:
             raise LapwingError(
-                f"{type(self).__name__}.log_prob needs one target for each value of shape {shape}. "
-                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{shape}`."
+                f"{type(self).__name__} needs one target for each value of shape {shape}. "
+                f"The targets have shape {tuple(targets.shape)}. Write `y.reshape{shape}`. Only log_prob reads others, "
+                "such as (time, ended), and needs their density=: see docs/extending.md."
             )
         return self._unrolled(targets.reshape(shape))
 
@@ -291,8 +300,17 @@ def log_density(family: Any, y: Tensor) -> Tensor:
     if isinstance(family, dist.MixtureSameFamily):
         logs = log_density(family.component_distribution, y.unsqueeze(-1 - len(family.event_shape)))
         return (logs + family.mixture_distribution.logits.log_softmax(-1)).logsumexp(-1)
-    with validation(False):
-        logs = family.log_prob(y)
+    try:
+        with validation(False):
+            logs = family.log_prob(y)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, LapwingError) or is_out_of_memory(error):
+            raise
+        raise LapwingError(
+            f"The log_prob of {type(family).__name__} raised {type(error).__name__} ({error}) at values of shape "
+            f"{tuple(y.shape)}. It must accept targets, and draws of its sample(), of batch_shape + event_shape. For "
+            "targets of another form, such as (time, ended), write a likelihood: see docs/extending.md."
+        ) from error
     try:
         inside = family.support.check(y)
         if type(family) is dist.TransformedDistribution:  # torch checks the support of the transform only

@@ -386,14 +386,14 @@ class ScaledPrediction(RealPrediction):
         return values - logs.reshape(*values.shape, -1).sum(-1)
 
     def _inner(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `(y - shift) / scale`, and `log scale` at each known y; leaves targets of another size unchanged."""
+        """Returns `(y - shift) / scale`, and `log scale` at each known y; raises for targets of another size."""
         shape = self.prediction.mean.shape
         targets, logs = as_targets(targets, self.shift.device), self.scale.log().expand(shape)
-        if isinstance(targets, Tensor) and targets.numel() == shape.numel() and targets.shape[:1] == shape[:1]:
-            dtype = torch.promote_types(targets.dtype, self.shift.dtype)
-            moved = (targets.reshape(shape).to(dtype) - self.shift) / self.scale
-            targets, logs = moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # missing targets
-        return targets, logs
+        if not isinstance(targets, Tensor) or targets.numel() != shape.numel() or targets.shape[:1] != shape[:1]:
+            self.prediction._targets(targets)  # raises
+        dtype = torch.promote_types(targets.dtype, self.shift.dtype)
+        moved = (targets.reshape(shape).to(dtype) - self.shift) / self.scale
+        return moved.reshape(targets.shape), logs.masked_fill(moved.isnan(), 0.0)  # missing targets
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> RealPrediction:
         return self.prediction.transformed(lambda y: function(self._moved(y)))

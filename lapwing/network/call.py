@@ -68,6 +68,13 @@ class Call:
                     f"The inputs are a dict with the keys {shown(list(value))}, and {type(model).__name__} is called "
                     "as model(**inputs). Name each input by a string: {'x': x}."
                 )
+            translates = hasattr(model, "prepare_decoder_input_ids_from_labels")
+            if translates and not any(name.startswith("decoder_input") for name in value):
+                raise LapwingError(
+                    f"{type(model).__name__} also reads the tokens before each label, and the labels are only targets "
+                    "here. Let the batches hold decoder_input_ids: transformers.DataCollatorForSeq2Seq(tokenizer, "
+                    "model=model) adds them."
+                )
             return model(**value)
         if isinstance(value, (tuple, list)):
             return model(*value)

@@ -62,7 +62,7 @@ def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, return
     if out.shape[0] != samples:
         reason = f"{tuple(out.shape)} at {samples} samples"
         line = "Pass a single sample as x[None], or pass forward=lambda model, inputs: model(inputs)... to return them."
-        several = any(leaf.ndim > 1 for leaf in inputs.tensors)  # not the entries of one sample
+        several = any(leaf.ndim > 1 for leaf in inputs.tensors) or any(inputs.shared)  # not the entries of one sample
         return CallRefused(
             f"The outputs of {name} have the shape {reason}, {inputs}, and must have one row for each "
             "sample, with the batch first in inputs and outputs. "
@@ -97,7 +97,11 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
         return isinstance(inputs.value, Mapping) and error.args[0] not in inputs.value
     if isinstance(error, AttributeError):  # forward() expects tensors and gets a list, or expects a graph
         return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in INPUT_TYPES)
-    words = ("argument",) if isinstance(error, TypeError) else ("shape", "size", "type", "dimension", "index", "input")
+    words = (
+        ("argument",)
+        if isinstance(error, TypeError)
+        else ("shape", "size", "type", "dimension", "index", "input", "offset")
+    )
     return any(word in str(error).lower() for word in words)
 
 
@@ -112,6 +116,8 @@ def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: 
             line = f"{line} A fit to batches (inputs, targets, weights) needs sample_weights=True."
         if "list" in str(error):
             line = f"{line} {LISTS}"
+        elif any(inputs.shared):
+            line = f"{line} {JOINED}"
     elif isinstance(error, (AttributeError, KeyError)):
         line = "Pass inputs of the types and names that forward() uses, or make them: forward=lambda model, inputs: "
         line += f"model(...).{f' {LISTS}' if 'list' in str(error) else ''}"

@@ -27,7 +27,7 @@ from .eager import real, without_compiled
 from .functional import FirstCall, first_call
 from .module_state import PreservedState, modules_of
 from .output_layers import output_layers
-from .recording_plan import Coverage, RecordingPlan, backward_share, planned
+from .recording_plan import Coverage, RecordingPlan, planned
 from .selection import LastLayer, Predicate, select, with_entries
 from .tracing import RecordedUse, Recording, output_gradients
 
@@ -35,6 +35,10 @@ log = logging.getLogger("lapwing")
 
 PROBED_SAMPLES = 4
 """Maximum number of samples of the first batch that the probe runs, unless they leave layers unused."""
+
+SHARED_INPUT = (
+    " If an input that all samples share, such as a grid, is as long as the first batch, let forward= add it instead."
+)
 
 # Reasons of the coverage report why a parameter is generic:
 MIXED = "no dimension of its layer holds the samples"
@@ -67,7 +71,7 @@ def probe(
         outputs, eps = recording.outputs, torch.finfo(recording.outputs.dtype).eps
         tolerance = 3 * eps**0.5 * outputs.detach().abs().max().clamp_min(1.0)  # of two calls: fused kernels differ
         if recording.rounds or not _repeats(call, few, outputs.detach(), first.outputs.detach(), tolerance):
-            _check_repeatable(call, few, outputs.detach(), tolerance)
+            _check_repeatable(call, few, outputs.detach(), tolerance, parameters)
     except CallRefused as error:
         raise _of_few_rows(call, inputs, error) from error
 
@@ -98,9 +102,8 @@ def probe(
     pairs = zip(noted, axes, strict=True)
     uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
     unseen = not first.unseen.isdisjoint(names)
-    share = backward_share(recording.noted, set(names), samples, isinstance(params, LastLayer))
     blocks, plan = planned(uses, covered, parameters, outputs)
-    plan = replace(plan, shared=inputs.shared, unseen=unseen, share=share, idle=idle)
+    plan = replace(plan, shared=inputs.shared, unseen=unseen, idle=idle)
     alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
     blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
@@ -258,8 +261,7 @@ def _of_few_rows(call: Call, inputs: Inputs, error: CallRefused) -> LapwingError
         return error
     return LapwingError(
         f"{type(call.model).__name__} accepts the first batch, {inputs}, but not a few of its rows: "
-        f"{error.reason}. lapwing takes each row of the first dimension as one sample, so the network must accept any "
-        f"number of rows. {JOINED}"
+        f"{error.reason}. Each row of the first dimension is a sample, and the network must accept any number. {JOINED}"
     )
 
 
@@ -279,36 +281,55 @@ def _repeats(call: Call, inputs: Inputs, outputs: Tensor, again: Tensor, toleran
     return False
 
 
-def _check_repeatable(call: Call, inputs: Inputs, outputs: Tensor, tolerance: Tensor) -> None:
+def _check_repeatable(
+    call: Call, inputs: Inputs, outputs: Tensor, tolerance: Tensor, parameters: dict[str, Tensor]
+) -> None:
     """Raises if outputs change with a second call, with a state that the network keeps, or with other samples."""
     name, versions = type(call.model).__name__, [leaf._version for leaf in inputs.tensors]
     with torch.no_grad(), without_compiled():
         before = _generator_state(outputs.device)
         with PreservedState(call.model):  # the second call finds what the first one kept, such as a hidden state
             old = {module: dict(vars(module)) for _, module in modules_of(call.model)}
+            buffers = {path: buffer.clone() for path, buffer in call.model.named_buffers()}
             again = third = call.rows(inputs, state=contextlib.nullcontext())
             drew = not torch.equal(before, _generator_state(outputs.device))
             after = call.rows(inputs, state=contextlib.nullcontext())
             now = [(path, vars(module), old[module]) for path, module in modules_of(call.model) if module in old]
             kept = [path + name for path, held, was in now for name in held if held[name] is not was.get(name)]
+            moved = [path for path, b in call.model.named_buffers() if path in buffers and not b.equal(buffers[path])]
         ends = [(call.rows(inputs.take(slice(i, i + 1))), outputs[i]) for i in sorted({0, outputs.shape[0] - 1})]
         if drew:
             third = call.rows(inputs)
     exact = 4 / 3 * torch.finfo(outputs.dtype).eps ** 0.5 * tolerance  # of identical calls with random numbers
     shapes = {again.shape, third.shape, outputs.shape}
     difference = max((again - outputs).abs().max(), (third - again).abs().max()) if len(shapes) == 1 else math.inf
-    if difference > tolerance or (drew and (third - again).abs().max() > exact):
+    differs = difference > tolerance or (drew and (third - again).abs().max() > exact)
+    continues = after.shape != again.shape or not torch.allclose(after, again, rtol=0.0, atol=float(tolerance))
+    if moved and not drew and (differs or continues):
+        raise LapwingError(
+            f"Each call of {name} changes its buffers ({', '.join(moved[:3])}), and with them the outputs of the next "
+            "one. Freeze them in eval mode: call model.apply(torch.ao.quantization.disable_observer) for observers, or "
+            "write `if self.training:` above their update."
+        )
+    if differs:
         if versions != [leaf._version for leaf in inputs.tensors]:
             raise LapwingError(
                 f"{name} writes its inputs in place, so that a second call on the same batch gives other outputs. Pass "
                 "forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 in forward()."
+            )
+        same = drew or len(shapes) > 1 or (call.recorded(inputs, parameters).outputs - outputs).abs().max() > tolerance
+        if not same:
+            raise LapwingError(
+                f"{name} gives other outputs (by {float(difference):.2g}) if no gradient is needed, as the fast path "
+                "of nn.TransformerEncoder does at padding. Leave the padding out of what follows, or call "
+                "torch.backends.mha.set_fastpath_enabled(False)."
             )
         raise LapwingError(
             f"Two calls of {name} on the same batch give outputs that differ by {float(difference):.2g}. Call "
             "model.eval(), and turn off sampling, noise and augmentation inside forward(): write F.dropout(x, "
             "training=self.training) instead of F.dropout(x)."
         )
-    if after.shape != again.shape or not torch.allclose(after, again, rtol=0.0, atol=float(tolerance)):
+    if continues:
         path, _, attribute = (kept[0] if kept else "state").rpartition(".")
         owner = f"model.get_submodule({path!r})" if path else "model"
         raise LapwingError(
@@ -324,7 +345,8 @@ def _check_repeatable(call: Call, inputs: Inputs, outputs: Tensor, tolerance: Te
                 f"The output of {name} at one sample changes with the rest of the batch"
                 f"{f' (by {distance:.2g})' if fits else ''}. Samples must be independent and lie along the first "
                 "dimension of inputs and outputs: call model.eval(), use running statistics in batch norm, "
-                "batch_first=True in recurrent layers, or wrap the model so that the batch comes first."
+                "batch_first=True in recurrent layers, fixed steps in an adaptive solver, or wrap the model so that "
+                f"the batch comes first.{SHARED_INPUT if sum(not each for each in inputs.shared) > 1 else ''}"
             )
 
 

@@ -72,7 +72,6 @@ class RecordingPlan:
     kinds: tuple[str, ...] = ()  # kind of each watched use
     shared: tuple[bool, ...] = ()  # for each tensor of the inputs, whether the samples of the first batch shared it
     unseen: bool = False  # the network bypasses function modes (see `functional.py`)
-    share: float = 1.0  # see `backward_share`
     idle: tuple[str, ...] = ()  # names that the first batch did not use, and that may be a last layer of other inputs
 
     def to_json(self) -> dict[str, Any]:
@@ -233,23 +232,6 @@ def _block_name(members: tuple[str, ...]) -> str:
     rest = [name[len(prefix) :] for name in members]
     suffix = commonprefix([name[::-1] for name in rest])[::-1]  # noqa: RUF071
     return (prefix + suffix.lstrip("._")).rstrip("._") if prefix.rstrip("._") else members[0]
-
-
-def backward_share(every: Sequence[RecordedUse], names: Set[str], samples: int, last_layer: bool) -> float:
-    """Returns the cost of a backward pass of one output and its contraction, in units of two forward passes.
-
-    A backward pass runs through the layers after the first treated one, and the contraction through the treated ones.
-    """
-    work = []
-    for use in every:
-        out, matrix = _numbers(use, samples)[0], use.use.matrix()
-        work.append(out if matrix is None or matrix.one_hot else out * (matrix.inputs + 1))
-    treated = [i for i, use in enumerate(every) if names & set(use.names.values())]
-    seen = {name for i in treated for name in every[i].names.values()}
-    if not last_layer and not names <= seen:
-        return 1.0
-    passed = sum(work[treated[0] + 1 :]) + sum(work[i] for i in treated) if treated else 0
-    return min(1.0, passed / max(1, 2 * sum(work)))
 
 
 def _numbers(noted: RecordedUse, samples: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from ..tangent.features import features_at
 from ..tangent.retry import retried
 
 
-def latent_of(
+def latents_of(
     tangent: Tangent,
     covariance: Covariance,
     x: Any,
@@ -33,10 +33,11 @@ def latent_of(
     joint: bool,
     progress: bool | None = None,
     layer: str | None = None,
-) -> tuple[AnyLatent, Tensor | None]:
+) -> list[tuple[AnyLatent, Tensor | None]]:
     """Returns the latent distribution for a batch of inputs or a loader (`Posterior.latent`), and features of `layer`.
 
-    The features are None if the layer is None.
+    The features are None if the layer is None. The list has one entry, or one for each batch of a loader if the batches
+    have different numbers of positions.
     """
     via = DEFAULT_WAY if via is None else via
     check_way(via)
@@ -48,7 +49,7 @@ def latent_of(
         return latent, None if layer is None else features_at(tangent, layer, inputs.certain)
 
     if not batches.is_loader(x):
-        return one(x)
+        return [one(x)]
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
@@ -60,8 +61,10 @@ def latent_of(
             "can be read more than once."
         )
     latents, features = zip(*parts, strict=True)
+    if len({latent.places.sizes for latent in latents if has_positions(latent)}) > 1:
+        return [(latent.with_checks(), part) for latent, part in parts]
     kind: Any = type(latents[0])
-    return kind.concatenate(latents).with_checks(), None if layer is None else torch.cat(features)
+    return [(kind.concatenate(latents).with_checks(), None if layer is None else torch.cat(features))]
 
 
 def first_inputs(tangent: Tangent, x: Any) -> Inputs:

@@ -24,14 +24,14 @@ from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
 from ..options import SEED, check_argument, instance_of, positive
-from ..prediction import Aim, DefaultWay, Quantity, Way
+from ..prediction import Aim, Quantity, Way
 from ..prediction.quantities import quantity
 from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .explanations import Explanation, explained, influence, value
 from .further_data import penalty, updated
-from .latents import latent_of
+from .latents import latents_of
 from .method_info import MethodInfo
 from .storage import save
 
@@ -106,14 +106,13 @@ class Posterior(Displayed, Generic[P]):
             facts.append(f"prior_precision of {len(precision)} blocks")
         factors = {"data_factor": self.data_factor, "temperature": self.temperature}
         facts += [f"{name}={factor:g}" for name, factor in factors.items() if factor != 1]
-        costs = f"a prediction costs about {DefaultWay().passes(self.tangent):,} forward passes"
-        if self.aim is not None and self.aim.via is not None:
-            costs = f"predictions are by {self.aim.via}"
         if self.method.tuning is not None:
             facts.append(f"tuned by {self.method.tuning.partition('(')[0]}")
+        if self.aim is not None and self.aim.via is not None:
+            facts.append(f"predictions by {self.aim.via}")
         return (
             f"<Posterior by {self.method} over {weights} of {type(self.model).__name__} ({names}){default}, "
-            f"{self.samples:,} samples, {', '.join(facts)}; {costs}>"
+            f"{self.samples:,} samples, {', '.join(facts)}>"
         )
 
     @property
@@ -276,14 +275,17 @@ class Posterior(Displayed, Generic[P]):
         Returns:
             `.mean .variance .std` (B, C), `.covariance` (B, C, C), `.sample(n)`; differentiable in x if x requires
             gradients. If the outputs have positions, mean and variance have the shape of the outputs, and there is one
-            covariance for each position, such as (B, T, C, C) or (B, H, W, C, C).
+            covariance for each position, such as (B, T, C, C) or (B, H, W, C, C). A loader whose batches have different
+            numbers of positions, such as texts, gives a list with an entry for each batch.
 
         Raises:
             LapwingError: if the inputs are invalid, or if the weights have changed since the fit.
         """
         self._check_network()
         check_flag("latent", "joint", joint)
-        return latent_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)[0]
+        parts = latents_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)
+        latents: Any = [latent for latent, _ in parts]
+        return latents[0] if len(latents) == 1 else latents
 
     @warns_once
     @full_precision
@@ -311,7 +313,8 @@ class Posterior(Displayed, Generic[P]):
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
             .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. If
-            the outputs have positions, results have their shape, with one value per position instead of per input.
+            the outputs have positions, results have their shape, with one value per position instead of per input. A
+            loader whose batches have different numbers of positions gives a list with a prediction for each batch.
 
         Raises:
             LapwingError: if the inputs are invalid, or if the likelihood does not accept the link.
@@ -323,11 +326,12 @@ class Posterior(Displayed, Generic[P]):
         self._check_network()
         likelihood, way = self.likelihood, self.aim.via if self.aim is not None and via is None else via
         data, layer = ordered(x, self.columns), likelihood.features_read
-        latent, features = latent_of(self.tangent, self.covariance, data, way, False, progress, layer)
+        parts = latents_of(self.tangent, self.covariance, data, way, False, progress, layer)
         if self.aim is not None:
-            rows = latent.rows if has_positions(latent) else latent
+            rows = parts[0][0].rows if has_positions(parts[0][0]) else parts[0][0]
             link = self.aim.link_for(via, link, lambda: likelihood.choose_link(rows, None))
-        return predicted(likelihood, latent, link, generator, features)
+        found: Any = [predicted(likelihood, latent, link, generator, features) for latent, features in parts]
+        return found[0] if len(found) == 1 else found
 
     @warns_once
     @outside_modes

@@ -150,9 +150,6 @@ MANY_OUTPUTS = 1000
 
 DEFAULT_DRAWS = 64
 
-PASSES_PER_DRAW = 3
-"""Forward passes that a draw of the weights costs, about."""
-
 
 @dataclass(frozen=True)
 class DefaultWay(Way):
@@ -172,18 +169,6 @@ class DefaultWay(Way):
                 _log_draws(outputs, not tangent.positions.several)
                 return latent
         return EXACT.latent(tangent, covariance, inputs, joint)
-
-    def passes(self, tangent: Tangent) -> int:
-        """Estimates the forward passes of a prediction: one per backward pass of an output, and one to contract it.
-
-        Both count as much as the layers that they run through (`backward_share`). Measured costs were a third to three
-        times the estimate, and up to six times for forward passes well below 1 ms.
-        """
-        if tangent.treats_output_alone:
-            return 2
-        if tangent.width > MANY_OUTPUTS:
-            return 1 + PASSES_PER_DRAW * DEFAULT_DRAWS
-        return max(2, round(1 + 2 * tangent.width * tangent.plan.share))
 
 
 EXACT, DEFAULT_WAY = Linearized(), DefaultWay()

@@ -97,11 +97,13 @@ class BoundedEvidence(Tuning):
 
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most `nats`."""
-        nll = -float(posterior.likelihood.log_likelihood(posterior.statistics)) / posterior.samples
-        if 0.0 <= nll < CERTAIN_NLL:  # only a density has a negative NLL, which depends on the unit of y
+        likelihood = posterior.likelihood
+        nll = -float(likelihood.log_likelihood(posterior.statistics)) / posterior.samples
+        labels = likelihood.activation is not None or not likelihood.target_shape(posterior.tangent.outputs)
+        if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
             log.warning(
-                "%s has memorised its training labels, whose NLL is %.2g per sample: they cannot show how calibrated "
-                "it is. For calibrated probabilities hold data out, and write lw.fit(model, loader, "
+                "%s is almost sure of its training labels, whose NLL is %.2g per sample: they show little of how "
+                "calibrated it is. For calibrated probabilities hold data out, and write lw.fit(model, loader, "
                 "validation=held_out).",
                 type(posterior.tangent.model).__name__, nll,
             )  # fmt: skip

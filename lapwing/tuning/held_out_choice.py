@@ -125,8 +125,7 @@ def _best_point(
     else:
         tried = [SHARPER, *temperatures] if open_temperature else ()
         scores = sample_scores(posteriors, candidates, loader, tried, aim)
-    sharper, scores = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores
-    means = scores.mean(-1, dtype=torch.float64)  # (posteriors, points, temperatures)
+    sharper, scores, every = scores[:, :, 0], scores[:, :, 1:] if open_temperature else scores, scores
     # 2. T < 1 without spread is best: another search
     if open_temperature and _is_underconfident(sharper, scores):
         which, _ = _highest(sharper[:, -1:].mean(-1, dtype=torch.float64))
@@ -140,14 +139,15 @@ def _best_point(
                 100 * float(best.prior.precision.min()),
             )  # fmt: skip
         return best
-    # 3. the best T of each point (posteriors, points), and the best point of all
-    table, places = means.max(-1)
+    # 3. the best T of each point, scores there (posteriors, points, N), their means, and the best point of all
+    places = scores.mean(-1, dtype=torch.float64).argmax(-1)
+    tops, rows = _at_tops(every, [SHARPER, *temperatures]) if open_temperature else (None, scores.squeeze(2))
+    table = rows.mean(-1, dtype=torch.float64)
     which, at = _highest(table)
     best, row, exponent = posteriors[which], table[which].tolist(), None
     if exponents:
         # 4. at the best T of each point (points, N): the widest that the data cannot distinguish from the best
-        chosen = scores[which].gather(1, places[which][:, None, None].expand(-1, 1, scores.shape[-1])).squeeze(1)
-        widest = widest_of_equals(chosen, at, tolerance)
+        widest = widest_of_equals(rows[which], at, tolerance)
         exponent = refined(exponents, row, at) if widest == at and not heads else exponents[widest]
         at = widest
         exponent = exponent if at_noise is None else _pulled(exponent, trained, scores[which, at])
@@ -156,15 +156,33 @@ def _best_point(
             _warn_of_no_spread(best, exponent)
         elif at in (0, len(exponents) - 1) and at_noise is None and aim.other_way is None:
             _warn_of_edge(best, exponents, row, at, exponent)
-    if open_temperature:
-        # 5. log10 T: the top of a parabola for each δ, interpolated at the chosen one
-        tops = [refined(temperatures, line.tolist(), int(line.argmax())) for line in means[which]]
-        top = tops[at] if exponent is None else _between(exponents, tops, at, exponent)
+    if tops is not None:
+        # 5. log10 T of each δ, interpolated at the chosen one
+        top = float(tops[which, at]) if exponent is None else _between(exponents, tops[which].tolist(), at, exponent)
         temperature = 10 ** max(top, temperatures[0])
         best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
     if heads:
         best = replace(best, likelihood=heads[which * len(row) + at])
     return best if exponent is None else moved(best, exponent)
+
+
+def _at_tops(scores: Tensor, grid: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Returns log10 T >= 0 at the top of a parabola through the best T of a grid and its neighbours, and scores there.
+
+    Scores are (posteriors, points, K, N) on a grid of K values whose first is below 0; the results are (posteriors,
+    points) and (posteriors, points, N). Without the parabola T = 1 would win over a better T between two candidates.
+    """
+    means = scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf, neginf=-math.inf)
+    at = means[..., 1:-1].argmax(-1, keepdim=True) + 1  # (posteriors, points, 1)
+    left, middle, right = (means.gather(-1, at + k) for k in (-1, 0, 1))
+    shift = (0.5 * (left - right) / (left - 2 * middle + right).clamp_max(-1e-300)).nan_to_num(0.0).clamp(-1, 1)
+    points = torch.tensor(grid, dtype=means.dtype, device=means.device)
+    shift = shift.maximum(-points[at] / (points[1] - points[0]))  # T >= 1
+    # Lagrange's polynomials at the shift, for the scores of each sample as for their mean
+    weights = torch.cat([shift * (shift - 1) / 2, 1 - shift.square(), shift * (shift + 1) / 2], -1)[..., None]
+    places = torch.cat([at - 1, at, at + 1], -1)[..., None].expand(-1, -1, -1, scores.shape[-1])  # (.., 3, N)
+    rows = torch.where(weights == 0, 0.0, weights * scores.gather(2, places)).sum(2).to(scores)  # 0 for a score of -inf
+    return (points[at] + shift * (points[1] - points[0])).squeeze(-1), rows
 
 
 def _best_pair(
@@ -253,7 +271,7 @@ def _warn_of_no_spread(best: Posterior, exponent: float) -> None:
     log.warning(
         "Validation of %s chose a prior precision of %.3g, which leaves no uncertainty of the weights: the mutual "
         "information is rounding noise, and only the confidence of the network ranks out-of-distribution inputs. "
-        "For a map of what the network does not know, leave validation= out: lw.fit(model, loader, lw.KFAC()).",
+        "For a map of what the network does not know, make a second posterior: lw.fit(model, loader, lw.KFAC()).",
         best.method, 10**exponent,
     )  # fmt: skip
 
@@ -321,7 +339,7 @@ def surely_better(scores: Tensor, reference: Tensor, errors: float) -> bool:
 
 
 def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
-    """Returns the index of the widest candidate whose score is within some paired standard errors of the best one.
+    """Returns the index of the widest candidate that ties with the best one, or is within some paired standard errors.
 
     Candidates (points, N) go from the widest spread to the narrowest. If several are so wide that they predict the
     same, the narrowest of them is returned.
@@ -330,7 +348,7 @@ def widest_of_equals(scores: Tensor, at: int, tolerance: float) -> int:
     while tolerance and widest > 0:
         difference = scores[at].double() - scores[widest - 1]
         bound = min(WIDER, tolerance * float(difference.std(correction=0)) / math.sqrt(len(difference)))
-        if not float(difference.mean()) <= bound:
+        if not float(difference.mean()) <= max(bound, PLATEAU):
             break
         widest -= 1
     same = (scores - scores[0]).abs().mean(-1) < PLATEAU  # whether a candidate predicts the same as the widest of all

@@ -38,7 +38,8 @@ from .search import ascend, evenly
 log = logging.getLogger("lapwing")
 
 OUTPUT_NOISES = evenly(-1.5, 0.5, 41)  # candidates for log10 of an output's σ² over its mean squared residual
-WORTHWHILE_SHIFT, SHIFTED_OUTPUTS = 0.05, 20  # minimum gain of a shift, in nats per sample; maximum number of outputs
+WORTHWHILE_SHIFT, WORTHWHILE_SHARE = 0.05, 0.08  # minimum gain of a shift: in nats per sample, or of the NLL if smaller
+SHIFTED_OUTPUTS = 20  # maximum number of outputs for which a shift is looked for
 LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
 RANKS = Rule(
@@ -378,9 +379,10 @@ def _with_output_noise(posterior: Posterior, loader: Iterable[Any]) -> Posterior
 def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     """Warns if a constant for each logit improves the held-out log likelihood, which no temperature can do.
 
-    The gain must exceed `WORTHWHILE_SHIFT` per sample, and twice the gain of all samples 10 + 3 C. Without a shift
-    twice the gain is about χ² with C degrees of freedom. Outputs with positions, or with a map of the logits, are not
-    checked. Cost: a forward pass.
+    The gain must exceed `WORTHWHILE_SHIFT` per sample, or `WORTHWHILE_SHARE` of the NLL if that is less (rare classes),
+    unless weights of labels in the loss have surely shifted the logits; and twice the gain of all samples 10 + 3 C.
+    Without a shift twice the gain is about χ² with C degrees of freedom.
+    Outputs with positions, or with a map of the logits, are not checked. Cost: a forward pass.
     """
     likelihood, tangent = posterior.likelihood.plain, posterior.tangent
     mapped = getattr(likelihood, "logit_map", ())
@@ -401,15 +403,17 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     start, most = logits.new_zeros(1 + tangent.outputs), [LARGEST_SHIFT] * (1 + tangent.outputs)
     scaled = ascend(lambda point: score(torch.cat([point, start[1:]])), start[:1], [-LARGEST_SHIFT], [LARGEST_SHIFT])
     best = ascend(score, start, [-bound for bound in most], most)
-    gain = float(score(best) - score(torch.cat([scaled, start[1:]])))
-    if gain > WORTHWHILE_SHIFT and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
+    nll = -float(score(torch.cat([scaled, start[1:]])))
+    gain = nll + float(score(best))
+    least = min(WORTHWHILE_SHIFT, WORTHWHILE_SHARE * nll) if likelihood is posterior.likelihood else 0.0
+    if gain > least and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
         # 2. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
         shift = best[1:] / best[0].exp()
         shift = shift - shift.mean() if likelihood.activation == "softmax" else shift
         log.warning(
-            "A constant for each logit of %s gains %.2g nats per held-out sample, and validation= only divides the "
-            "logits. If it was trained on resampled data or with weights of labels, leave the weights out of the "
+            "A constant for each logit of %s gains %.2g of %.2g nats per held-out sample, and validation= only divides "
+            "the logits. If it was trained on resampled data or with weights of labels, leave the weights out of the "
             "likelihood, and write forward=lambda model, inputs: model(inputs) + torch.tensor(%s). Or write "
             "tune=lw.Validation(held_out, calibration='matrix'), which fits an affine map of the logits.",
-            type(tangent.model).__name__, gain, [round(value, 2) for value in shift.tolist()],
+            type(tangent.model).__name__, gain, nll, [round(value, 2) for value in shift.tolist()],
         )  # fmt: skip

@@ -291,3 +291,25 @@ def test_digests_of_samples_read_their_tensors_and_texts() -> None:
         first, second, third = Inputs(inputs).digests().tolist()
         assert first == third != second
     assert Inputs(numbers).digests(torch.tensor([0, 0, 1])).unique().numel() == 3
+
+
+def filling(net: Any, x: Tensor) -> Tensor:
+    """A network that takes NaN, and gives missing features a value of its own."""
+    return net.head(torch.where(x.isnan(), net.fill, x))
+
+
+def test_the_refusal_of_nan_prints_what_a_network_that_takes_nan_needs() -> None:
+    torch.manual_seed(0)
+    model = Net(filling, fill=nn.Parameter(torch.randn(4)), head=nn.Linear(4, 3)).double().eval()
+    x, y = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3
+    x[::3, 1] = torch.nan
+    told = refused(lambda: lw.fit(model, (x, y)), "in 10 samples … If the network itself takes NaN")
+    lines = told.partition("mark it: x = ")[2].rstrip(".").split(", and forward=")
+    space = {"x": x, "torch": torch}
+    marked, forward = eval(lines[0], space), eval(lines[1], space)
+    options: Any = {"params": lw.everything, "prior_precision": 1.0}
+    posterior = lw.fit(model, (marked, y), lw.Full(), forward=forward, **options)
+    rows = oracle.jacobian(model, x)  # of the network itself, at NaN
+    curvature = oracle.ggn(rows, oracle.softmax_fisher(oracle.outputs(model, x)))
+    wanted = oracle.output_covariance(rows, oracle.laplace_covariance(curvature, 1.0))
+    torch.testing.assert_close(posterior.latent(marked).covariance, wanted)

@@ -110,3 +110,23 @@ def test_refusals() -> None:
     refused(
         lambda: lw.fit(network(), [{"pixels": X, "digit": Y}]), "lw.batches(loader, inputs='pixels', targets='digit')"
     )
+
+
+class Refilling(Stream):
+    """A loader that writes each batch into the same tensors."""
+
+    def __iter__(self) -> Any:
+        kept = {"pixels": torch.empty(8, 4), "digit": torch.empty(8, dtype=torch.int64)}
+        for batch in NAMED:
+            yield {name: tensor.copy_(batch[name]) for name, tensor in kept.items()}
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(4), lw.VaLLA(4), lw.SubsetOfData(12)], ids=str)
+def test_batches_that_share_their_tensors_are_kept_as_copies(method: lw.Method) -> None:
+    """Subsets, inducing points and held-out data are kept while the loader writes the next batch."""
+    loader = lw.batches(Refilling(), "pixels", "digit")
+    found = lw.fit(network(), loader, method, validation=loader, seed=0)
+    wanted = lw.fit(network(), PAIRS, method, validation=PAIRS, seed=0)
+    torch.testing.assert_close(found.predict(X).probs, wanted.predict(X).probs)
+    pixels = lw.batches(Refilling(), "pixels")
+    torch.testing.assert_close(lw.mixture([found, wanted]).predict(pixels).probs, wanted.predict(X).probs)

@@ -229,6 +229,23 @@ def test_shapes_of_predictions_for_pixels_and_tokens():
         assert posterior.latent(x, via=lw.Scaled(lw.Linearized(), 4.0)).std.shape == p.probs.shape
 
 
+@pytest.mark.parametrize("name", ["transformer", "3x3"])
+def test_batches_of_unequal_lengths_predict_a_list(name):
+    """Texts that are padded to the longest of their batch, and images of several sizes."""
+    model, loader, x = case(name)
+    posterior = lw.fit(model, loader, lw.KFAC())
+    for data in (loader, [inputs for inputs, _ in loader]):
+        parts = posterior.predict(data)
+        assert len(parts) == 2
+        for part, (inputs, targets) in zip(parts, loader, strict=True):
+            torch.testing.assert_close(part.probs, posterior.predict(inputs).probs)
+            assert part.log_prob(targets).shape == targets.shape
+        assert [part.mean.shape for part in posterior.latent(data)] == [part.probs.shape for part in parts]
+        ensemble = lw.mixture([posterior, posterior]).predict(data)
+        torch.testing.assert_close([part.probs for part in ensemble], [part.probs for part in parts])
+    assert posterior.predict([x, x]).probs.shape[0] == 2 * len(x)  # equal lengths are one prediction
+
+
 def test_the_targets_say_which_dimension_holds_the_classes():
     head = nn.Conv1d(2, CLASSES, 1).to(F64).eval()
     x, y = torch.randn(9, 2, 5, dtype=F64), torch.randint(CLASSES, (9, 5))

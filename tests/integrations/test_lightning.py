@@ -118,6 +118,13 @@ def test_what_would_fail_after_the_training_is_refused_before(tmp_path: Path) ->
         trainer(tmp_path, LaplaceCallback(network="net")).fit(module, Data().train_dataloader())
     with pytest.raises(lw.LapwingError, match="needs validation data"):
         trainer(tmp_path, LaplaceCallback(validation=True)).fit(module, Data().train_dataloader())
+    named = DataLoader([{"pixels": x, "digit": y} for x, y in Data().train], 16)
+    for callback, words in (
+        (LaplaceCallback(), r"Write LaplaceCallback\(inputs='pixels', targets='digit'\)"),
+        (LaplaceCallback(inputs="pixel", targets="digit"), "from a batch, which has the keys"),
+    ):
+        with pytest.raises(lw.LapwingError, match=words):
+            trainer(tmp_path, callback).fit(module, named)
     assert all(map(torch.equal, before, module.parameters()))
 
     class Two:

@@ -133,11 +133,15 @@ def test_the_module_and_the_random_state_of_the_caller_stay(data) -> None:
     assert all(weight.grad is None for weight in fits[0].module_.parameters())
 
 
-def test_warnings_name_the_option_of_the_estimator(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_name_the_option_of_the_estimator(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     X = np.eye(3).repeat(20, 0)
     labels = X.argmax(1)
-    LaplaceClassifier(network(3, 3), epochs=200, learning_rate=0.1).fit(X, labels)
-    (text,) = [record.getMessage() for record in caplog.records if "memorised" in record.getMessage()]
+    monkeypatch.setattr("lapwing.integrations.sklearn._ADVISED", set())
+    estimator = LaplaceClassifier(network(3, 3), epochs=200, learning_rate=0.1)
+    GridSearchCV(estimator, {"weight_decay": [0.0, 1e-6]}, cv=2).fit(X, labels)  # five networks
+    (text,) = [record.getMessage() for record in caplog.records if "almost sure" in record.getMessage()]
     assert text.endswith("hold data out, and write validation_fraction=0.2.")
     filters = list(logging.getLogger("lapwing").filters)
     with pytest.raises(lw.LapwingError):

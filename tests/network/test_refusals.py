@@ -147,6 +147,52 @@ def of_labels() -> nn.Module:
     return built(lambda: Net(lambda net, x: net.a(x) @ texts(net.b, ROWS).T, a=tower(), b=encoder()))
 
 
+def adaptive(net: Any, x: Tensor) -> Tensor:
+    """An ODE whose steps depend on the largest slope of the batch."""
+    steps = 1 + int(10 * net.flow(x).abs().max())
+    for _ in range(steps):
+        x = x + torch.tanh(net.flow(x)) / steps
+    return net.head(x)
+
+
+def on_grid(net: Any, x: Tensor, grid: Tensor) -> Tensor:
+    return net.one(x) @ net.two(grid).T
+
+
+def padded() -> nn.Module:
+    """Averages also over padded tokens, which the fast path sets to 0."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.tensor([False, False, True]).expand(len(x), 3).clone()
+            mask[0] = False
+            return self.head(self.encoder(x[:, None].expand(-1, 3, -1), src_key_padding_mask=mask).mean(1))
+
+    return Padded()
+
+
+def observing(write: bool) -> nn.Module:
+    """An observer of the smallest input, which moves in eval mode too, in place or as a new tensor."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        low = 0.5 * net.low + 0.5 * x.min() + 1.0
+        if write:
+            net.low.copy_(low)
+        else:
+            net.low = low
+        return net.head(x * net.low)
+
+    net = Net(forward, head=nn.Linear(4, 3))
+    net.register_buffer("low", torch.tensor(1.0))
+    return net
+
+
+ON_GRID = {"one": nn.Linear(4, 3), "two": nn.Linear(1, 3)}
 WEIGHED = {"gate": nn.Linear(4, 1), "experts": nn.ModuleList(mlp() for _ in range(4))}
 ATTENDING = {"mix": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 3)}
 THREE = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4), "head": nn.Linear(4, 2)}
@@ -198,6 +244,13 @@ REFUSED = [
     (lambda: fit(Net(lambda net, x: net.head(net.cell(x)[0][:, -1]), **MIXED), torch.randn(8, 6, 4).double()),
      REST_OF_BATCH),
     (lambda: fit(Net(lambda net, x: net.head(x.cumsum(0)), head=nn.Linear(4, 3)), X), REST_OF_BATCH),
+    (lambda: fit(Net(adaptive, flow=nn.Linear(4, 4), head=nn.Linear(4, 3)), X), f"{REST_OF_BATCH} … adaptive solver"),
+    (lambda: Tangent.survey(Net(on_grid, **ON_GRID).double().eval(), (X, X[:, :1]), EVERY),
+     f"{REST_OF_BATCH} … input that all samples share, such as a grid … let forward= add it"),
+    # calls that differ in eval mode
+    (lambda: fit(padded(), X), "gives other outputs … if no gradient … TransformerEncoder … set_fastpath_enabled"),
+    *((lambda write=write: fit(observing(write), X), "Net changes its buffers (low) … disable_observer … self.training")
+      for write in (True, False)),
     # buffers, and the last layer
     (lambda: fit(counting(), X), "Net writes calls whenever … self.training … persistent=False"),
     (lambda: lw.coverage(counting(), X.float()), "Net writes calls whenever … self.training … persistent=False"),
@@ -207,6 +260,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of torch's own fast path
 @each_row(REFUSED)
 def test_a_call_is_refused_in_these_words(call, words):
     refused(call, words)

@@ -74,7 +74,7 @@ def test_draws_are_tuned_for_draws(kind):
     linear = lw.fit(model, train, lw.KFAC(), likelihood=kind, validation=held_out)
     drawn = lw.fit(model, train, lw.KFAC(), likelihood=kind, tune=lw.Validation(held_out, via=DRAWS))
     assert drawn.aim == Aim(DRAWS)
-    assert "predictions are by MonteCarlo(draws=8, seed=0)>" in repr(drawn)
+    assert "predictions by MonteCarlo(draws=8, seed=0)>" in repr(drawn)
     assert linear.aim == Aim()
     prediction = drawn.predict(x)
     assert torch.equal(prediction.log_prob(y), drawn.predict(x, via=DRAWS).log_prob(y))

@@ -119,12 +119,12 @@ def test_memorised_labels_that_choose_the_prior_precision_are_warned_of(classes,
         for options, tells in (({}, True), ({"prior_precision": 1.0}, False), ({"tune": lw.Evidence()}, False)):
             caplog.clear()
             lw.fit(model, loader, **options)
-            line = f"Sequential has memorised its training labels, whose NLL is {nll:.2g} per sample"
+            line = f"Sequential is almost sure of its training labels, whose NLL is {nll:.2g} per sample"
             assert (line in caplog.text) is tells
         caplog.clear()
         torch.nn.init.zeros_(model[-1].weight)  # sure of nothing
         lw.fit(model, loader)
-        assert "memorised" not in caplog.text
+        assert "almost sure" not in caplog.text
 
 
 def test_a_density_of_small_units_has_not_memorised_labels(caplog):
@@ -134,7 +134,23 @@ def test_a_density_of_small_units_has_not_memorised_labels(caplog):
     torch.nn.init.constant_(model.bias, -9.0)  # a log variance, so the density is above 1
     y = -9.0 + math.exp(-4.5) * torch.randn(200, 1)
     lw.fit(model, [(x, y)], likelihood=lw.HeteroscedasticGaussian())
-    assert "memorised" not in caplog.text
+    assert "almost sure" not in caplog.text
+
+
+def test_densities_and_rare_counts_are_no_labels(caplog):
+    """An NLL near 0 is a matter of the unit of a density, and of the rate of counts."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(2, 1).eval(), torch.randn(400, 2)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.constant_(model.bias, -5.0)
+    lw.fit(model, [(x, (torch.arange(400) % 200 == 0).float()[:, None])], likelihood="poisson")  # an NLL of 0.03
+    torch.nn.init.zeros_(model.bias)
+    scale = math.exp(0.03) / 2  # so log 2 scale, the entropy, is 0.03
+    laplace = lw.FromDistribution(lambda f: torch.distributions.Laplace(f[..., 0], scale / math.e))
+    y = torch.distributions.Laplace(0.0, scale / math.e).sample((400,))
+    y *= (scale / math.e) / y.abs().mean()
+    lw.fit(model, [(x, y)], likelihood=laplace)
+    assert "almost sure" not in caplog.text
 
 
 @made_once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -300,6 +301,51 @@ def test_a_likelihood_names_its_temperature():
     assert repr(lw.Bernoulli(logit_temperature=2)) == "Bernoulli(logit_temperature=2)"
 
 
+def test_a_shift_of_rare_classes_is_measured_by_their_nll(caplog):
+    """The constant is worth more than 8 % of an NLL of 0.15, and less than 0.05 nats."""
+    model, generator = torch.nn.Linear(1, 2).double().eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[-0.5], [0.5]]))
+        model.bias.copy_(torch.tensor([1.8, -1.8]))
+    x = 2 * torch.randn(4000, 1, dtype=torch.float64, generator=generator)
+    y = torch.bernoulli((x[:, 0] - 5).sigmoid(), generator=generator).long()
+    lw.fit(model, (x[:400], y[:400]), validation=(x[400:], y[400:]))
+    (said,) = (r.getMessage() for r in caplog.records if "constant for each logit" in r.getMessage())
+    gain, nll = map(float, re.search(r"gains (\S+) of (\S+) nats", said).groups())
+    assert 0.08 * nll < gain < 0.05
+
+
+@pytest.mark.parametrize("temperature", [1.07, 1.1])
+def test_a_temperature_between_two_candidates_is_found(temperature):
+    """The candidates are 1 and 1.26, and no spread may take the place of a temperature between them."""
+    generator = torch.Generator().manual_seed(0)
+    model, x = torch.nn.Linear(2, 3).double().eval(), torch.randn(6000, 2, dtype=torch.float64, generator=generator)
+    logits = 1.5 * x @ torch.tensor([[1.0, 0.0, -1.0], [0.5, -1.0, 0.5]], dtype=torch.float64)
+    y = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    with torch.no_grad():
+        model.weight.copy_(temperature * torch.linalg.lstsq(x, logits).solution.T)
+        model.bias.zero_()
+    grid = torch.linspace(0.9, 1.4, 501, dtype=torch.float64)
+    losses = [torch.nn.functional.cross_entropy(model(x[1000:]) / t, y[1000:]).item() for t in grid]
+    best = float(grid[losses.index(min(losses))])
+    posterior = lw.fit(model, (x[:1000], y[:1000]), validation=(x[1000:], y[1000:]))
+    assert posterior.logit_temperature == pytest.approx(best, abs=0.01)
+    assert best > 1.02
+
+
+@pytest.mark.parametrize("weight", [1.5, None])
+def test_weights_of_labels_make_a_small_shift_worth_a_word(weight, caplog):
+    """The shift is worth less than 0.05 nats and 8 % of the NLL, and a label's ECE is 0.03 higher by it."""
+    generator = torch.Generator().manual_seed(0)
+    model, x = torch.nn.Linear(1, 1).double().eval(), torch.randn(4000, 1, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(math.log(1.5) - 2)
+    y = torch.bernoulli((x - 2).sigmoid(), generator=generator)
+    lw.fit(model, (x[:400], y[:400]), likelihood=lw.Bernoulli(pos_weight=weight), validation=(x[400:], y[400:]))
+    assert ("constant for each logit" in caplog.text) is (weight is not None)
+
+
 @pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Bernoulli()], ids=["softmax", "sigmoid"])
 def test_a_shift_of_the_logits_is_seen(likelihood, caplog):
     """A network that was trained on balanced data predicts a rare class far too often, whatever the temperature."""
@@ -431,3 +477,20 @@ def test_a_number_of_positions_that_varies_keeps_one_noise_for_each_output():
         lw.scale_factor(fixed, held_out[:1], by="evidence")
     with pytest.raises(lw.LapwingError, match=r"noise of 12 outputs of a sample, .* 3 positions of 2 outputs"):
         fixed.predict(x[:5, :3])
+
+
+def test_scores_at_the_top_of_a_parabola():
+    """Scores that are quadratic in log10 T are exact there; T stays at least 1, and a score of -inf counts nowhere."""
+    grid = [-0.1, 0.0, 0.1, 0.2]
+    t = torch.tensor(grid, dtype=torch.float64)
+    centres = torch.tensor([0.04, 0.13, -0.08, 0.5], dtype=torch.float64)
+    noise = torch.randn(4, 1, 9, dtype=torch.float64)
+    scores = 0.3 * noise - (1 + noise.square()) * (t[:, None] - centres[:, None, None]).square()  # (points, K, N)
+    tops, rows = choice._at_tops(scores[None], grid)
+    torch.testing.assert_close(tops[0], torch.tensor([0.04, 0.13, 0.0, 0.2], dtype=torch.float64))
+    wanted = 0.3 * noise[:, 0] - (1 + noise[:, 0].square()) * (tops[0] - centres)[:, None].square()
+    torch.testing.assert_close(rows[0], wanted)
+    scores[0, 0, 3] = -torch.inf
+    tops, rows = choice._at_tops(scores[None], grid)
+    assert float(tops[0, 0]) in grid
+    assert rows[0, 0].isfinite().all()
