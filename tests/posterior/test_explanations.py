@@ -266,4 +266,4 @@ def test_influence_and_value_have_a_bar(monkeypatch: pytest.MonkeyPatch) -> None
     posterior.influence([(x[:10], y[:10]), (x[10:], y[10:])], x[:2], progress=True)
     posterior.value(x, x[:2], progress=True)
     posterior.value(x, x[:2], progress=False)
-    assert labels == ["training rows", "candidates"]
+    assert labels == ["training rows", "influence of training rows", "candidates"]
