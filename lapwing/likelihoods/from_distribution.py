@@ -18,7 +18,7 @@ from ..linalg import doubled, psd_root, seeded_torch
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
 from .categorical import ClassPrediction
-from .links import Link, SampledLink, at_least_float32, latent_points
+from .links import Link, SampledLink, at_least_float32, latent_draws, latent_points
 from .mixtures import MixturePrediction, log_density, validation
 from .predictions import P
 from .registry import register_likelihood
@@ -94,9 +94,9 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         return psd_root(information).to(outputs)
 
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
-        """Returns the mixture of `family(f)` over points of the latent, as many as the draws of the link."""
-        points = latent_points(latent, self.choose_link(latent, link).draws, generator)
-        family: Any = self._family(points.transpose(0, 1))
+        """Returns the mixture of `family(f)` over points of the latent, or draws for a link that the user names."""
+        outputs = latent_points if link is None or link is self.tuning_link else latent_draws
+        family: Any = self._family(outputs(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1))
         if isinstance(family, dist.Categorical):
             return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
         several = len(family.batch_shape) == 3
@@ -169,7 +169,7 @@ class FromDistribution(FamilyLikelihood[Any]):
     the batch shape (...), or (B, K) if it has the batch shape (..., K), of K targets that are independent given f.
 
     Predictions are mixtures of `function(f)` over 512 points f of the latent: a lattice for one or two outputs, draws
-    in pairs around the mean for more. `link=lw.SampledLink(draws=)` changes their number. A Categorical gives class
+    in pairs around the mean for more, independent draws with `link=lw.SampledLink()`. A Categorical gives class
     probabilities, and a VonMises circular means and arcs: see `lapwing.likelihoods.MixturePrediction`.
     A file cannot store the function: write `lw.load(path, model, likelihood=likelihood)`.
 
