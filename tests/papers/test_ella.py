@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing as lw
 from papers.common.images import resized_crops
-from papers.ella import figure2, table5
+from papers.ella import by_draws, figure2, table5
 from papers.ella.shared import balanced_directions, contracted, curvatures, directions_of, ella_latent
 
 
@@ -108,3 +108,20 @@ def test_the_exact_covariance_of_figure_2_is_that_of_full_laplace(task):
     exact = figure2.exact_reference(model, x, x[:5], (2.0, 0.5))
     for delta, found in exact.covariances.items():
         torch.testing.assert_close(found, fit(task, lw.Full(), delta).latent(x[:5]).covariance, rtol=0, atol=1e-5)
+
+
+def test_draws_choose_the_prior_precision_of_the_lowest_nll():
+    torch.manual_seed(0)
+    outputs, features = 4 * torch.randn(80, 5), 2 * torch.randn(80, 5, 3)
+    labels = (outputs + 3 * torch.randn(80, 5)).argmax(1)
+    part = {"outputs": outputs, "features": features}
+
+    def latent(delta):
+        return by_draws.ella_latent(part, torch.zeros(3, 3).double(), delta)
+
+    def loss(delta):
+        prediction = lw.Categorical().predict(latent(delta), by_draws.LINK)
+        return -float(prediction.log_prob(labels).double().mean())
+
+    every = [(loss(delta), delta) for delta in by_draws.DELTAS]
+    assert by_draws.by_draws(latent, labels) == pytest.approx(min(every))

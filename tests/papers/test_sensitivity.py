@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lapwing as lw
 from lapwing.evaluation import Sensitivities, sensitivity
 from papers.common import results
 from papers.streamlined import figure5 as experiments
+from papers.streamlined import figure10
 
 
 def some(*shape: int) -> Sensitivities:
@@ -34,6 +36,20 @@ def test_summary_of_a_linear_network():
         before = F.cross_entropy(model(x), y)
     assert numbers["rise, drawn"] > -float(before)
     assert torch.equal(task.find("MAP", True, 2, steps=5).values, sensitivity(model, x[:2], y[:2], steps=5).values)
+
+
+def test_adam_stops_before_the_loss_has_risen(monkeypatch):
+    monkeypatch.setattr(figure10, "RATE", 0.1)
+    model = nn.Linear(6, 3, bias=False).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[2.0, -1.0, 0.5, 0.0, 0.0, 0.0]]) * torch.tensor([[1.0], [-1.0], [0.5]]))
+    x = torch.randn(4, 6)
+    posterior = lw.fit(model, [(x, model(x).argmax(1))], lw.KFAC(), prior_precision=figure10.CERTAIN)
+    found = figure10.by_adam(posterior, x, model(x).argmax(1), lw.Streamlined(), 400)
+    first, last = found.history["nlpd"]
+    assert found.stopped.all()
+    assert 0 < float((last - first).abs().max()) <= figure10.RISE
+    assert torch.all(found.values[:, :2] > found.values[:, 3:].amax(1, keepdim=True))
 
 
 def test_pictures(tmp_path, monkeypatch):
