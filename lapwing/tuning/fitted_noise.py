@@ -75,9 +75,10 @@ def with_noise_of_residuals(
             train, rows, noise = rows or train, None, "constant"
         df, may_stay = part.likelihood.tails_to_fit
         found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled) if len(train.features) else None
+        if found is not None and part.fixed:  # also far from the data
+            found = replace(found, offset=part.floor.log(), whitening=found.whitening[:, :1] * 0)
         if found is not None:
-            reads = found.whitening[:, :1] * 0 if part.fixed else found.whitening  # no bound of a given noise
-            posterior = _with(posterior, part.key, replace(found, whitening=reads, layer=layer))
+            posterior = _with(posterior, part.key, replace(found, layer=layer))
     return posterior
 
 
@@ -115,8 +116,7 @@ def _open_parts(posterior: Posterior, aim: Aim = DEFAULT_AIM) -> list[_Part]:
 def _with(posterior: Posterior, key: str | None, noise: InputNoise) -> Posterior:
     """Returns the posterior with this noise of a part, and with δ/s and s σ²."""
     if noise.spread != 1:
-        variance = noise.spread * (posterior.noise_variance or 0.0)
-        posterior = posterior.at(posterior.prior.precision / noise.spread, variance)
+        posterior = posterior.at(posterior.prior.precision / noise.spread, noise.spread * posterior.noise_variance)
     log.info("The residuals%s show %s", "" if key is None else f" of {key}", noise)
     part = posterior.likelihood.regressions[key]
     part = replace(part, input_noise=noise.to(double_device(posterior.tangent.device)))
@@ -128,13 +128,12 @@ def _with(posterior: Posterior, key: str | None, noise: InputNoise) -> Posterior
 def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | None = None) -> ResidualRows | None:
     """Returns the rows of all outputs, with variances of f by a way if there is an aim; None without batches."""
     tangent, parts = posterior.tangent, []
-    likelihood: Any = posterior.likelihood
     for samples in data:
         samples = samples.to(tangent.device)
         inputs = tangent.check(samples.inputs)
         outputs, features = outputs_and_features(tangent, layer, inputs)
         rows = Batch.of(tangent, samples).rows(outputs)
-        residuals = likelihood.residuals(rows["outputs"], rows["targets"])
+        residuals = posterior.likelihood.residuals(rows["outputs"], rows["targets"])  # type: ignore[attr-defined]
         weights = torch.ones_like(residuals[:, 0]) if rows["weights"] is None else rows["weights"]
         variance = torch.zeros_like(residuals)
         if aim is not None:

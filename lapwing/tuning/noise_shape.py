@@ -81,7 +81,7 @@ def chosen(
     """Returns the noise that predicts left-out folds of residuals best, or None for the plain law.
 
     With held-out rows, shapes of the training residuals get a `level` by four fifths of these rows. Otherwise two
-    thirds of the training rows determine shape and level, and the mean of σ²(x) over all of them is `floor`.
+    thirds of the training rows determine shape and level, and the mean of σ²_c(x)/`floor`_c over all of them is 1.
     The best law must gain more than one standard error of the paired difference to the plain law, or more if rows are
     few. The factor s of the latent covariance is tuned for the best law only.
 
@@ -114,7 +114,8 @@ def chosen(
     parts, plain_noise = [final] * folds, floor  # which may have been tuned on the held-out rows
     if held_out is None:
         parts = [shapes(some.taken((fold != k).nonzero()[:, 0]), floor, ridges) for k in range(folds)]
-        plain_noise = ((used @ (weights * squares)) / (used @ weights)).maximum(SMALLEST * floor)[fold]  # (N, C)
+        level_of_fold = (used @ (weights * squares / floor).sum(1)) / (used @ weights.sum(1))  # (folds,)
+        plain_noise = floor * level_of_fold.clamp_min(SMALLEST)[fold, None]  # (N, C)
     slopes = torch.stack([shape.slope(some.features) for part in parts for shape in part])
     far = final[0].is_far(some.features)
     left_out = level(slopes, some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
@@ -135,8 +136,8 @@ def chosen(
     law = at_level(final[best - may_stay], rows, df, scaled)
     if held_out is not None:
         return law
-    mass = rows.weights / rows.weights.sum()
-    return replace(law, offset=(floor / (mass @ law.slope(rows.features).exp())).log())
+    levels = rows.weights @ (law.offset + law.slope(rows.features)).exp() / (rows.weights.sum() * floor)  # (C,)
+    return replace(law, offset=law.offset - levels.mean().log())
 
 
 def at_level(noise: InputNoise, rows: ResidualRows, df: float | None, scaled: bool) -> InputNoise:
