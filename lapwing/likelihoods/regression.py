@@ -177,8 +177,8 @@ class RegressionPrediction(NormalsPrediction):
         if has_factor(latent):
             rows = at_least_float32(latent.factor).reshape(*centre.shape, -1)
             return GaussianPlusNoise(centre, rows, torch.eye(rows.shape[-1]).to(rows), noise, weights)
-        covariance = at_least_float32(latent.covariance if joint else latent.own_covariance)
-        covariance = covariance.reshape(*centre.shape, -1)
+        covariance = latent.covariance if joint else latent.own_covariance if centre.shape[-1] > 1 else latent.variance
+        covariance = at_least_float32(covariance).reshape(*centre.shape, -1)
         return GaussianPlusNoise(centre, torch.eye(centre.shape[-1]).to(centre), covariance, noise, weights)
 
     def _low_rank(self, mean: Tensor, factor: Tensor) -> dist.LowRankMultivariateNormal:

@@ -85,7 +85,7 @@ def test_all_results_of_one_output_come_from_one_density(kind, df):
     y = torch.tensor([[0.3], [-1.4]], dtype=F64)
     t, step = torch.linspace(-200, 200, 80_001, dtype=F64), 400 / 80_000
     for b in range(2):
-        means, variances, weights = (values[:, b % len(values[0])] for values in prediction._normals())
+        means, variances, weights = (values[:, b % len(values[0])] for values in prediction._normals)
         density = (weights * (-0.5 * (t - means).square() / variances).exp() / (2 * math.pi * variances).sqrt()).sum(0)
         at = int(((y[b, 0] + 200) / step).round())
         assert float(prediction.log_prob(y)[b]) == pytest.approx(float(density[at].log()), abs=1e-9)
