@@ -153,8 +153,8 @@ def test_tables_of_the_page():
     }
     made = comparison_pages.tables(found)
     assert "| KFAC | 0.300 ± 0.058 † | 0.100 ± 0.050 |" in made["gains, GLM"]
-    assert "| KFAC | -0.300 ± 0.058 |  |" in made["gains as fitted"]
-    assert "| KFAC, fitted without held-out data |  | -0.300 |" in made["gains as fitted"]
+    assert "| KFAC | -0.300 ± 0.058 |  |" in made["gains as fitted, GLM"]
+    assert "| KFAC, fitted without held-out data |  | -0.300 |" in made["gains as fitted, GLM"]
     assert "| | three: coverage 0.9 | one: coverage 0.9 |" in made["scores"]
     assert "| KFAC | 0.900 | 0.900 |" in made["scores"]
     assert "| KFAC |  | 10 |" in made["costs"]

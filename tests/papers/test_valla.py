@@ -82,7 +82,7 @@ def test_rows_of_the_resnet_table_at_a_small_network():
 def test_rows_of_the_published_fit(monkeypatch):
     """A small table and small images go through every row; the published fit says how it ended."""
     fit = published.published_fit
-    monkeypatch.setattr(published, "published_fit", lambda val: fit(val, steps=6))
+    monkeypatch.setattr(published, "published_fit", lambda val, **options: fit(val, steps=6, **options))
     monkeypatch.setattr(published, "EVERY", 2)
     x = torch.randn(400, 3, generator=torch.Generator().manual_seed(0))
     y = x.sum(1, keepdim=True).sin() + 0.3 * torch.randn(400, 1, generator=torch.Generator().manual_seed(1))
@@ -90,7 +90,7 @@ def test_rows_of_the_published_fit(monkeypatch):
     part = x[:200], y[:200]
     data = Table("small", part, (x[200:300], y[200:300]), (x[300:], y[300:]), 2.0, "1")
     rows = published.TableRows(figure4.TableTask(data, model, batched(*part, 50), batched(*data.val, 50), data.test), 0)
-    found = rows.published()
+    found = rows.published(1.0)
     assert found["steps"] == 2 * (len(found["looks"]) - 1)
     assert bool(found["ended by the rise"]) == (found["looks"][-1] > found["looks"][-2])
     assert rows.network(rows.held_out)["noise"] == pytest.approx(float(rows.task.errors(data.val).mean()))
@@ -103,7 +103,7 @@ def test_rows_of_images_of_the_published_fit(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10)).eval()
     loader = batched(x, y, 40)
     rows = published_images.ImageRows(figure5.ImageTask(model, Pictures(loader, loader, loader, 3 * x), x, y), 0)
-    found = rows.published(7)
+    found = rows.published(7, 1.0)
     assert set(found) >= {"textbook probit", "Monte Carlo", "steps"}
     one, own = rows.one_temperature(), rows.network(1.0)
     assert one["nll"] < own["nll"]
