@@ -63,10 +63,8 @@ class LowRankPlusDiagonal(Covariance):
             terms = add_term(terms, term)
         if not self.rank:
             return turned_back(terms)
-        return (
-            *turned_back(terms),
-            FactoredTerm(record.jvp(self.factor)),
-        )  # last, so that it reuses the gradients of the layers
+        factor = record.jvp(self.factor)  # last, so that it reuses the gradients of the layers
+        return (*turned_back(terms), FactoredTerm(factor))
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
         matrix: Any = 0
