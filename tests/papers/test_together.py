@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.training import Recipe
-from papers.together import comparison, methods, nearness
+from papers.together import comparison, matrix, methods, nearness
 from papers.together import pages as comparison_pages
 from papers.together.tasks import Task, Training
 
@@ -112,6 +113,22 @@ def test_all_rows_of_a_run_are_of_one_network(name):
     for base, row in rows:
         gain = base["validated"]["nll"] - row["validated"]["nll"]
         assert gain == pytest.approx(row["gain"], rel=1e-3, abs=1e-4)
+
+
+def test_matrix_scaling_repairs_what_one_temperature_cannot():
+    """The logits of two classes are exchanged: a map of the logits puts them back, a temperature does not."""
+    found = task(regression=False)
+    exchanged = torch.nn.Sequential(found.model, torch.nn.Linear(3, 3, bias=False)).eval()
+    with torch.no_grad():
+        exchanged[1].weight.copy_(torch.eye(3)[[1, 0, 2]])
+    found = replace(found, model=exchanged, val=found.loader)
+    rows = {label: matrix.row(lambda: found, label) for label in matrix.ROWS}
+    assert [rows[label]["mapped"] for label in matrix.ROWS] == [False, True, False, True]
+    assert rows[matrix.MATRIX]["temperature"] == rows[matrix.BASE]["temperature"]
+    assert rows[matrix.MATRIX]["accuracy"] > rows[matrix.BASE]["accuracy"] + 0.3
+    gained = matrix.gains({"toy, seed 0": rows})["toy"]
+    assert gained[matrix.MATRIX]["mean"] > 0.2
+    assert set(gained) == {matrix.MATRIX, matrix.CALL, matrix.BOTH}
 
 
 def test_every_task_has_the_methods_that_apply():
