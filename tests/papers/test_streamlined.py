@@ -11,7 +11,7 @@ import lapwing as lw
 from papers.common import data
 from papers.common.networks import mlp
 from papers.common.training import Recipe
-from papers.streamlined import baselines, decay, figure13, nearness, table1, table2, table17
+from papers.streamlined import baselines, decay, factors, figure13, nearness, table1, table2, table17
 from papers.streamlined.figure8 import ANGLES, rotations
 from papers.streamlined.ivon import IVON
 
@@ -115,6 +115,10 @@ def test_an_mlp_task_scores_its_posteriors():
     nlpd = -float(posterior.predict(task.tested[0], via=way).log_prob(task.tested[1]).mean())
     assert found["GLM"]["scaled"]["nlpd"] == pytest.approx(nlpd, rel=1e-2)
     assert set(own) == set(found["GLM"]["plain"])
+    exact, shifted = (factors.row(lambda: task, lambda: posterior, label) for label in (factors.EXACT, factors.SHIFTED))
+    assert exact["GLM"] == found["GLM"]
+    entropies = [of["plain"]["entropy inside"] for of in (shifted["GLM"], exact["GLM"])]
+    assert own["entropy inside"] < entropies[0] < entropies[1]  # equation 10 is narrower
     variational = task.variational
     assert variational.model is not task.model
     curve = rotations(task, variational, lw.Streamlined(), 20)
