@@ -157,6 +157,10 @@ class RegressionPrediction(NormalsPrediction):
         tails = {} if self.df is None else {"df": torch.tensor(self.df, dtype=self.mean.dtype).to(self.mean.device)}
         return super().summary() | tails
 
+    def __repr__(self) -> str:
+        tails = "" if self.df is None else f", df={self.df:g}"
+        return f"{super().__repr__()[:-1]}, noise_variance={self.noise_variance:g}{tails})"
+
     def _draws(self) -> Tensor | None:
         """Returns weight draws in at least float32, or None."""
         draws = self.latent.draws

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ def with_left_out_width(
         exact.width, exact.weights, exact.samples, residual, posterior.method, noise,
     )  # fmt: skip
     posterior = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
+    if samples < SAMPLES:  # the user wants to read few rows
+        training = replace(training, loader=parts, chosen=True)
     return with_noise_of_residuals(posterior, training)
 
 

@@ -7,18 +7,22 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import JointLatent, Latent, LatentDraws
+from lapwing.covariance import JointLatent, Latent, LatentDraws, LinearDraws
 from lapwing.covariance.terms import (
     DenseTerm,
     EigenTerm,
     FactoredTerm,
     MarginalTerm,
+    ReflectedSum,
     ScaleTerm,
+    Summand,
     Term,
     add_term,
     multiplied_out,
+    turned_back,
 )
 from lapwing.covariance.terms import concatenate as join_terms
+from lapwing.jacobian.jacobian import reflect_
 
 F64 = torch.float64
 
@@ -72,6 +76,23 @@ def test_matrices_are_added_up_at_the_end() -> None:
         terms = add_term(terms, term)
     assert [type(term) for term in terms] == [FactoredTerm, FactoredTerm, DenseTerm]
     close(terms[-1].dense(), 2 * dense.dense())
+
+
+def test_reflected_matrices_are_added_up_and_turned_back_once() -> None:
+    """Rows of J with a common part of 1e4 would leave no digit of the centred variances of a plain float32 matrix."""
+    rows = [(normal(4, 3, 5) + 1e4).float(), normal(4, 3, 5).float()]
+    turned = [reflect_(one.clone(), 1) for one in rows]
+    terms: tuple[Summand, ...] = ()
+    for one in (ReflectedSum(turned[0] @ turned[0].mT), TERMS["eigen"], ReflectedSum(turned[1] @ turned[1].mT)):
+        terms = add_term(terms, one)
+    eigen, dense = turned_back(terms)
+    wide = [one.double() for one in rows]
+    wanted = sum(one @ one.mT for one in wide)
+    centred = [one - one.mean(1, keepdim=True) for one in wide]
+    torch.testing.assert_close(dense.dense().double(), wanted, rtol=1e-5, atol=0)
+    variances = sum(one.square().sum(-1) for one in centred)
+    torch.testing.assert_close(dense.centred_variance().double(), variances, rtol=0.01, atol=0.01)
+    assert eigen is TERMS["eigen"]
 
 
 def test_factors_are_multiplied_out_if_they_are_wider_than_the_matrix() -> None:
@@ -158,3 +179,13 @@ def test_draws_of_a_wide_factor_cost_one_column_for_each_output(monkeypatch):
     wanted = factor @ factor.mT
     found = torch.einsum("sbi,sbj->bij", draws, draws) / len(draws)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.03 * float(wanted.amax()))
+
+
+def test_samples_of_linear_draws_have_their_mean_and_covariance() -> None:
+    mean, deviations = 5 + normal(4, 3), normal(6, 4, 3)
+    latent = LinearDraws(mean, deviations, False)
+    draws = latent.sample(40_000)
+    torch.testing.assert_close(draws.mean(0), mean, rtol=0, atol=0.05)
+    spread = draws - mean
+    found = torch.einsum("sbi,sbj->bij", spread, spread) / len(draws)
+    torch.testing.assert_close(found, latent.covariance, rtol=0, atol=0.1)

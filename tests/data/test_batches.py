@@ -298,6 +298,18 @@ def filling(net: Any, x: Tensor) -> Tensor:
     return net.head(torch.where(x.isnan(), net.fill, x))
 
 
+def test_digests_tell_columns_of_texts_apart() -> None:
+    one, other = (Inputs((X[:2] * 0, ["a", "b"], titles)).digests() for titles in (["c", "d"], ["c", "e"]))
+    assert torch.equal(one == other, torch.tensor([True, False]))
+
+
+def test_samples_on_a_device_keep_their_weights() -> None:
+    samples = Samples.of((X, Y, torch.arange(6.0)), weighted=True)
+    assert torch.equal(samples.to(X.device).weights, torch.arange(6.0))
+    assert Samples.of((X, Y)).to(X.device).weights is None
+    assert samples.to(torch.device("meta")).inputs.value.is_meta
+
+
 def test_the_refusal_of_nan_prints_what_a_network_that_takes_nan_needs() -> None:
     torch.manual_seed(0)
     model = Net(filling, fill=nn.Parameter(torch.randn(4)), head=nn.Linear(4, 3)).double().eval()
