@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -103,6 +103,8 @@ class Refit(Tuning):
         with _own_random_numbers(posterior):
             torch.manual_seed(self.seed)
             fresh, kept = fresh_copy(model)
+            if kept:  # or these numbers are the ones with which the network began
+                fresh, kept = fresh_copy(model)
             if kept or table is None:
                 log.warning(
                     "lw.Refit could not train a fresh copy of %s: %s. The width is as by lw.BoundedEvidence(), and "
@@ -125,8 +127,9 @@ def is_cheap(posterior: Posterior, first: Samples, rows: int) -> bool:
     table = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()
     if not (regression and table and rows <= DEFAULT_ROWS and 0 < trained <= TESTED_WEIGHTS):
         return False
-    with _own_random_numbers(posterior):
+    with _own_random_numbers(posterior), suppress(LapwingError):  # of a network that cannot be copied
         return not fresh_copy(posterior.model)[1]
+    return False
 
 
 def _own_random_numbers(posterior: Posterior) -> AbstractContextManager[None]:
@@ -137,7 +140,13 @@ def _own_random_numbers(posterior: Posterior) -> AbstractContextManager[None]:
 
 def fresh_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """Returns a copy whose trained layers have fresh weights, and the trained parameters that did not change."""
-    fresh = copy.deepcopy(model)
+    try:
+        fresh = copy.deepcopy(model)
+    except RuntimeError as error:
+        raise LapwingError(
+            f"lw.Refit cannot copy {type(model).__name__}: {str(error).splitlines()[0]} Let forward() keep no tensors, "
+            "or detached ones, or write tune=lw.BoundedEvidence()."
+        ) from error
     before = parameters_of(model)
     for module in fresh.modules():
         own = list(module.parameters(recurse=False))
@@ -176,8 +185,7 @@ def error_of_copy(
 
     def look(some: Tensor) -> Tensor:
         model.eval()
-        with torch.no_grad():
-            out = outputs(some)
+        out = outputs(some).detach()  # with gradients, which the network itself may take
         model.train()
         return out
 

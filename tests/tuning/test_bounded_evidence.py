@@ -735,3 +735,52 @@ def test_rounded_targets_make_no_copies_of_neighbours():
     assert width == pytest.approx(leave_one_out(fitted, [(x, distinct)]).width, rel=0.05)
     twice = [(torch.cat([x, x]), torch.cat([rounded, rounded]))]
     assert leave_one_out(fitted, twice).width == pytest.approx(width, rel=0.1)  # copies are left out together
+
+
+class Keeping(nn.Module):
+    """A network that keeps a hidden layer with its graph, which `copy.deepcopy` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(4, 8), nn.Linear(8, 1), None
+
+    def forward(self, x):
+        self.kept = torch.tanh(self.first(x))
+        return self.last(self.kept)
+
+
+class Forces(nn.Module):
+    """A network that takes a gradient in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def test_a_network_that_cannot_be_copied_gets_the_default_without_a_copy():
+    x, y = torch.randn(60, 4), torch.randn(60, 1)
+    model = Keeping().eval()
+    model(x)
+    assert torch.isfinite(lw.fit(model, (x, y)).predict(x).std).all()
+    with pytest.raises(lw.LapwingError, match=r"cannot copy Keeping: .* Let forward\(\) keep no tensors"):
+        lw.fit(model, (x, y), tune=lw.Refit())
+
+
+def test_a_copy_that_takes_gradients_is_trained():
+    x = torch.randn(60, 4)
+    posterior = lw.fit(Forces().eval(), (x, torch.randn(60, 4)), tune=lw.Refit(steps=20))
+    assert torch.isfinite(posterior.predict(x).std).all()
+
+
+def test_a_layer_that_keeps_its_first_weights_is_reset_although_the_seed_is_that_of_the_copy(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x, y = torch.randn(60, 4), torch.randn(60, 1)
+    with torch.no_grad():
+        model[2].weight.mul_(2.0)
+    lw.fit(model.eval(), (x, y), tune=lw.Refit(seed=0, steps=20))
+    assert "reset_parameters does not change" not in caplog.text
