@@ -18,6 +18,7 @@ from ..methods.prior import Prior
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
+from ..network.probe import warn_of_idle
 from ..tangent import LastLayer, Tangent, everything, last_layer
 from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
 from .checks import check_fit
@@ -141,6 +142,8 @@ def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples
                 "params=lw.last_layer)."
             )
             method = Diagonal()
+    elif warn:
+        warn_of_idle(tangent.model, tangent.coverage)  # as a survey for a named method does
     method = method or KFAC()
     sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
     check_fit(method, sizes, data.tune, data.first, options.validation is not None)

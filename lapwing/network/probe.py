@@ -95,8 +95,6 @@ def probe(
             reasons[name] = CONDITIONAL
     if warn and isinstance(params, LastLayer):
         log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
-    elif warn:
-        _warn_of_idle(call.model, unused)
     _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
     covered = {name for name in names if not reasons[name]}
     pairs = zip(noted, axes, strict=True)
@@ -107,6 +105,8 @@ def probe(
     alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
     blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
     coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
+    if warn and not isinstance(params, LastLayer):
+        warn_of_idle(call.model, coverage)
     return tuple(blocks), plan, coverage, outputs.shape[1]
 
 
@@ -203,8 +203,9 @@ def _reaches_all(noted: RecordedUse, g: Tensor, axis: BatchAxis | None, samples:
     return bool(g[0].any() and g[1].any()) and max(noted.out.shape[: noted.use.sample_dims]) >= samples
 
 
-def _warn_of_idle(model: nn.Module, idle: list[str]) -> None:
+def warn_of_idle(model: nn.Module, coverage: Coverage) -> None:
     """Warns of selected parameters that the outputs do not depend on."""
+    idle = [name for line in coverage.lines if line.reason == IDLE for name in line.parameters]
     if idle:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "

@@ -293,3 +293,16 @@ def test_a_frozen_last_layer_is_treated_where_nothing_that_is_trained_reaches_th
         posterior = lw.fit(model.eval(), [(torch.randn(20, 3), torch.arange(20) % 5)])
     assert list(posterior.tangent.parameters) == ["head.weight", "head.bias"]
     assert "Only the last layer is treated, because all trained weights cannot be" in caplog.text
+
+
+def test_the_default_for_all_weights_names_weights_that_the_outputs_do_not_depend_on(caplog):
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x).tanh().detach())
+
+    lw.fit(Detached().eval(), (torch.randn(30, 4), torch.randn(30, 1)), prior_precision=1.0)
+    assert caplog.text.count("has no gradient on the first batch for 2 of the parameters to treat (first.weight") == 1
