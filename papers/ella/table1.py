@@ -453,9 +453,9 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the scores of all methods, and Table 4: the NLL over M and K, by 512 draws and by the default link."""
     table = results["table"]
     plain = {**table["network and last layer"], **table["all weights"]}
-    rows = {name: _cells(row) for name, row in plain.items() if "300 rows" not in name}
+    rows = {name: cells(row) for name, row in plain.items() if "300 rows" not in name}
     ella = {name: row for name, row in table["ELLA"].items() if not name.startswith(("over n", "M = "))}
-    rows |= {f"ELLA, {name}": _cells(row) for name, row in ella.items()}
+    rows |= {f"ELLA, {name}": cells(row) for name, row in ella.items()}
     columns = ["NLL, 512 draws", "NLL, default link", "ECE", "accuracy, %", "n", "δ", "T"]
     over = {}
     for size in ROWS:
@@ -466,7 +466,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     return {"scores": grid(columns, rows), "Table 4": grid([f"K = {rank}" for rank in RANKS], over)}
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def cells(row: Mapping[str, Any]) -> list[str]:
     """Returns the cells of a row: scores, and what was chosen."""
     scores = [shown(row[key]) for key in ("nll", "nll by the default link", "ece")] + [shown(row["accuracy"], 1, 100)]
     n, delta, temperature = row.get("n", row.get("images")), row.get("prior precision"), row.get("T")
