@@ -311,16 +311,19 @@ def rounded(value: Any, digits: int = 4) -> Any:
 def draw(results: Mapping[str, Any]) -> None:
     """Draws the maps of the digits and the bars of the tables."""
     curves = results["curves"]
-    draw_maps({row: torch.tensor(values) for row, values in curves["maps"].items()}, torch.tensor(curves["images"]))
+    draw_maps(
+        {row: torch.tensor(values) for row, values in curves["maps"].items()}, torch.tensor(curves["images"]), __file__
+    )
     draw_tables(results["tables"])
 
 
-def draw_maps(maps: Mapping[str, Tensor], images: Tensor) -> None:
+def draw_maps(maps: Mapping[str, Tensor], images: Tensor, experiment: str) -> None:
     """Draws maps; those of equation 11 are stretched, and shown from one half on, as in the paper.
 
     Args:
         maps: "candidate, objective" -> sensitivities (n, 784).
         images: pixels (n, 784).
+        experiment: whose picture this is, a `__file__`.
     """
     rows = sorted(maps, key=lambda row: list(OBJECTIVES).index(row.rpartition(", ")[2]))
     figure, axes = drawing.panels(len(rows), len(images), (1.2 * len(images) + 1.6, 1.25 * len(rows)), layout=None)
@@ -335,7 +338,7 @@ def draw_maps(maps: Mapping[str, Tensor], images: Tensor) -> None:
         text = f"{name}\n{objective}\n({'stretched, 0.5 to 1' if printed else '0.1 to 1'})"
         line[0].text(-0.1, 0.5, text, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
     figure.subplots_adjust(left=0.2, right=0.995, top=0.99, bottom=0.01, wspace=0.04, hspace=0.04)
-    drawing.save(figure, __file__)
+    drawing.save(figure, experiment)
 
 
 def draw_tables(runs: Mapping[str, Any]) -> None:

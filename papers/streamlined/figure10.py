@@ -1,0 +1,125 @@
+"""Figures 5 and 10 by the numbers of appendix B.3: Adam, a rate of 5e-3, and a stop at a rise of .01."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lapwing as lw
+from lapwing.evaluation.sensitivity import Sensitivities
+from lapwing.prediction import Way
+from papers.common.results import Rows, once
+from papers.common.tables import grid, shown
+from papers.streamlined.figure5 import DigitTask, agreement, draw_maps, stretched, summary
+
+START, RATE = 1e-5, 5e-3
+"""Variances at the start, and the rate of Adam."""
+
+RISE = 0.01
+"""Of the NLPD; section 4.3 has .1, as `figure5`."""
+
+STEPS = 4000
+"""Most steps. The paper names about 700."""
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "log variance": (torch.exp, math.log(START)),
+    "standard deviation": (torch.square, START**0.5),
+    "variance": (torch.clone, START),
+}
+"""What Adam steps on, which the paper does not say -> the variances of it, and its start."""
+
+MODES: dict[str, tuple[Way, int]] = {"diagonal": (lw.Streamlined(), 30), "full": (lw.Streamlined("full"), 6)}
+"""Mode -> way and number of images, as in `figure5`."""
+
+CERTAIN = 1e12
+"""Prior precision whose posterior is the network alone."""
+
+
+def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
+    """Returns what the maps say in numbers; full mode, which takes minutes, has the log variance and the first seed."""
+    rows = Rows(__file__, {"rise": RISE, "most steps": STEPS})
+    maps: dict[str, Tensor] = {}
+    for seed in seeds:
+        task = once(lambda seed=seed: DigitTask.load(seed))  # type: ignore[misc]
+        for mode in MODES if seed == seeds[0] else ("diagonal",):
+            for of in FUNCTIONS if mode == "diagonal" else ("log variance",):
+                for name in ("MAP", "last layer"):
+                    rows.add(f"{mode}, seed {seed}", f"{name}, {of}", _row, task, name, mode, of, maps)
+    return rows.all()
+
+
+def _row(task: Callable[[], DigitTask], name: str, mode: str, of: str, maps: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns what the maps of one candidate say, their agreement with MAP's, and six maps of the first seed."""
+    way, count = MODES[mode]
+    posterior = task().candidates["last layer"]
+    assert isinstance(posterior, lw.Posterior)
+    if name == "MAP":
+        posterior = posterior.with_prior(CERTAIN)
+    found = by_adam(posterior, task().x[:count], task().y[:count], way, of)
+    maps[f"{name}, {mode}, {of}"] = found.values
+    plain = maps.get(f"MAP, {mode}, {of}", found.values)
+    row = {**summary(task(), found), "agreement with MAP": agreement(plain, found.values)}
+    if maps.get("drawn", plain) is not plain or of != "log variance":
+        return row
+    maps["drawn"] = plain  # the maps of both candidates in diagonal mode and the first seed, which come first
+    kept = {"curve of maps": stretched(found.values[:6]), "curve of images": found.inputs[:6]}
+    return {**row, **{key: [[round(v, 3) for v in image] for image in part.tolist()] for key, part in kept.items()}}
+
+
+def by_adam(posterior: lw.Posterior, x: Tensor, y: Tensor, way: Way, of: str, steps: int = STEPS) -> Sensitivities:
+    """Learns the noise that inputs tolerate by equation 11: `NLPD(y | N(x, diag v)) - H(N(x, diag v))`, by Adam.
+
+    Args:
+        posterior: of the weights.
+        x: inputs (B, n); each sample stops at the last step before its NLPD has changed by more than `RISE`.
+        y: classes (B,).
+        way: through the network.
+        of: one of `FUNCTIONS`.
+        steps: most steps.
+    """
+    variance_of, start = FUNCTIONS[of]
+    theta = torch.full_like(x, start).requires_grad_()
+    optimiser = torch.optim.Adam([theta], RATE)
+    with torch.no_grad():
+        first = nlpd = -posterior.predict(lw.Uncertain(x, START), way).log_prob(y)
+    variance, active, taken = torch.full_like(x, START), torch.ones(len(x), dtype=torch.bool), torch.zeros(len(x))
+    for _ in range(steps):
+        tried = variance_of(theta)
+        loss = -posterior.predict(lw.Uncertain(x, tried), way).log_prob(y)
+        active = active & ((loss.detach() - first).abs() <= RISE)
+        variance = torch.where(active[:, None], tried.detach(), variance)
+        nlpd, taken = torch.where(active, loss.detach(), nlpd), taken + active
+        if not active.any():
+            break
+        optimiser.zero_grad()
+        (loss.sum() - tried.log().sum() / 2).backward()
+        optimiser.step()
+    values = (variance.amin(1, keepdim=True) / variance).sqrt()
+    return Sensitivities(values, variance, x, ~active, taken.long(), {"nlpd": torch.stack([first, nlpd])})
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what the maps say, with means of the networks."""
+    columns = {
+        "steps": ("steps", 0), "stopped": ("stopped", 2), "median σ": ("std", 2),
+        "smallest / largest": ("smallest", 5), "strong pixels, far from ink": ("strong, far", 4),
+        "agreement with MAP": ("agreement with MAP", 3),
+    }  # fmt: skip
+    rows = {
+        f"{name}, {mode}": [shown(row[key], digits) for key, digits in columns.values()]
+        for mode, found in results["table"].items()
+        for name, row in found.items()
+    }
+    return {"maps": grid(list(columns), rows)}
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """Draws maps of the first seed, stretched, from one half on."""
+    run = results["runs"]["diagonal, seed 0"]
+    rows = {f"{name}, equation 11": run[f"{name}, log variance"] for name in ("MAP", "last layer")}
+    maps = {name: torch.tensor(row["curve of maps"]) for name, row in rows.items()}
+    draw_maps(maps, torch.tensor(rows["MAP, equation 11"]["curve of images"]), __file__)
