@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.covariance import AnyLatent, Latent, LatentDraws, has_prior
@@ -22,7 +23,6 @@ from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, rounded, shown
 from papers.ella.shared import balanced_directions, contracted, curvatures, ella_latent
-from papers.streamlined.mean_field import resnet_variational
 
 PUBLISHED = {
     "network": 0.282, "MFVI-BF": 0.231, "last layer": 0.269, "last layer, KFAC": 0.271, "diagonal": 0.728,
@@ -338,6 +338,25 @@ def _variational_row(setup: Cifar, seed: int, steps: int) -> dict[str, Any]:
     objective = posterior.history["objective"].double() / ALL
     last = objective[-(len(objective) // 5) :].chunk(2)
     return {"last fall": float(last[0].mean() - last[1].mean()), **scored(latent, joined(setup.test)[1])}
+
+
+def resnet_variational(setup: Cifar, seed: int, steps: int = 300) -> lw.Posterior:
+    """Fine-tunes the ResNet-20 on flipped and shifted training images, in batches of 64."""
+    x, y = joined(setup.train)
+    loader = [(shifted(a, seed + i), b) for i, (a, b) in enumerate(zip(x.split(64), y.split(64), strict=True))]
+    return lw.fit(
+        setup.model, loader, lw.MeanField(steps), params=lw.everything, data_size=50_000, seed=seed, progress=False
+    )
+
+
+def shifted(x: Tensor, seed: int, most: int = 4) -> Tensor:
+    """Mirrors half of the images (B, channels, H, W) and shifts all by up to 4 pixels a side, zeros coming in."""
+    generator = torch.Generator().manual_seed(seed)
+    mirrored = (torch.rand(len(x), generator=generator) < 0.5).to(x.device)
+    x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
+    wide, (height, width) = F.pad(x, (most,) * 4), x.shape[2:]
+    places = torch.randint(0, 2 * most + 1, (len(x), 2), generator=generator).tolist()
+    return torch.stack([one[:, a : a + height, b : b + width] for one, (a, b) in zip(wide, places, strict=True)])
 
 
 def _add_ella(rows: Rows, spans: Sequence[Callable[[], OneSpan]], seed: int) -> None:

@@ -32,42 +32,38 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 """What Adam steps on, which the paper does not say -> the variances of it, and its start."""
 
-MODES: dict[str, tuple[Way, int]] = {"diagonal": (lw.Streamlined(), 30), "full": (lw.Streamlined("full"), 6)}
-"""Mode -> way and number of images, as in `figure5`."""
+WAY, IMAGES = lw.Streamlined(), 30
+"""As in `figure5` for Figure 10. A step by hidden covariances takes thirty times as long."""
 
 CERTAIN = 1e12
 """Prior precision whose posterior is the network alone."""
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
-    """Returns what the maps say in numbers; full mode, which takes minutes, has the log variance and the first seed."""
+    """Returns what the maps say in numbers; other functions than the log variance have the first seed."""
     rows = Rows(__file__, {"rise": RISE, "most steps": STEPS})
-    maps: dict[str, Tensor] = {}
     for seed in seeds:
         task = once(lambda seed=seed: DigitTask.load(seed))  # type: ignore[misc]
-        for mode in MODES if seed == seeds[0] else ("diagonal",):
-            for of in FUNCTIONS if mode == "diagonal" else ("log variance",):
-                for name in ("MAP", "last layer"):
-                    rows.add(f"{mode}, seed {seed}", f"{name}, {of}", _row, task, name, mode, of, maps)
+        for of in FUNCTIONS if seed == seeds[0] else ("log variance",):
+            rows.add(f"seed {seed}", of, both, task, of, seed == seeds[0] and of == "log variance")
     return rows.all()
 
 
-def _row(task: Callable[[], DigitTask], name: str, mode: str, of: str, maps: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns what the maps of one candidate say, their agreement with MAP's, and six maps of the first seed."""
-    way, count = MODES[mode]
+def both(task: Callable[[], DigitTask], of: str, drawn: bool) -> dict[str, Any]:
+    """Returns what the maps of the network and of the posterior say, and the first six maps if they are drawn."""
     posterior = task().candidates["last layer"]
     assert isinstance(posterior, lw.Posterior)
-    if name == "MAP":
-        posterior = posterior.with_prior(CERTAIN)
-    found = by_adam(posterior, task().x[:count], task().y[:count], way, of)
-    maps[f"{name}, {mode}, {of}"] = found.values
-    plain = maps.get(f"MAP, {mode}, {of}", found.values)
-    row = {**summary(task(), found), "agreement with MAP": agreement(plain, found.values)}
-    if maps.get("drawn", plain) is not plain or of != "log variance":
-        return row
-    maps["drawn"] = plain  # the maps of both candidates in diagonal mode and the first seed, which come first
-    kept = {"curve of maps": stretched(found.values[:6]), "curve of images": found.inputs[:6]}
-    return {**row, **{key: [[round(v, 3) for v in image] for image in part.tolist()] for key, part in kept.items()}}
+    found = {
+        name: by_adam(one, task().x[:IMAGES], task().y[:IMAGES], WAY, of)
+        for name, one in (("MAP", posterior.with_prior(CERTAIN)), ("last layer", posterior))
+    }
+    rows: dict[str, Any] = {}
+    for name, of_one in found.items():
+        rows[name] = {**summary(task(), of_one), "agreement with MAP": agreement(found["MAP"].values, of_one.values)}
+        if drawn:
+            kept = {"curve of maps": stretched(of_one.values[:6]), "curve of images": of_one.inputs[:6]}
+            rows[name] |= {key: [[round(v, 3) for v in x] for x in part.tolist()] for key, part in kept.items()}
+    return rows
 
 
 def by_adam(posterior: lw.Posterior, x: Tensor, y: Tensor, way: Way, of: str, steps: int = STEPS) -> Sensitivities:
@@ -110,8 +106,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         "agreement with MAP": ("agreement with MAP", 3),
     }  # fmt: skip
     rows = {
-        f"{name}, {mode}": [shown(row[key], digits) for key, digits in columns.values()]
-        for mode, found in results["table"].items()
+        f"{name}, {of}": [shown(row[key], digits) for key, digits in columns.values()]
+        for of, found in results["table"][""].items()
         for name, row in found.items()
     }
     return {"maps": grid(list(columns), rows)}
@@ -119,7 +115,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 def draw(results: Mapping[str, Any]) -> None:
     """Draws maps of the first seed, stretched, from one half on."""
-    run = results["runs"]["diagonal, seed 0"]
-    rows = {f"{name}, equation 11": run[f"{name}, log variance"] for name in ("MAP", "last layer")}
+    found = results["runs"]["seed 0"]["log variance"]
+    rows = {f"{name}, equation 11": row for name, row in found.items()}
     maps = {name: torch.tensor(row["curve of maps"]) for name, row in rows.items()}
     draw_maps(maps, torch.tensor(rows["MAP, equation 11"]["curve of images"]), __file__)

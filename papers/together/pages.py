@@ -13,8 +13,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns gains through all ways, each way and as fitted, other scores through linearised prediction, and costs."""
     found = {"gains": gains(results, tuple(methods.WAYS))}
     found |= {f"gains, {way}": gains(results, (way,)) for way in methods.WAYS}
-    more = {"gains as fitted": as_fitted(results), "scores": scores(results["table"]), "costs": costs(results["table"])}
-    return {**found, **more}
+    found |= {f"gains as fitted, {way}": as_fitted(results, way) for way in methods.WAYS}
+    return {**found, "scores": scores(results["table"]), "costs": costs(results["table"])}
 
 
 FEW = 3
@@ -37,12 +37,12 @@ def gains(results: Mapping[str, Any], ways: Sequence[str]) -> str:
     return grid(columns, lines)
 
 
-def as_fitted(results: Mapping[str, Any]) -> str:
-    """Returns gains through linearised prediction without the two held-out numbers, over the network at one number."""
+def as_fitted(results: Mapping[str, Any], way: str) -> str:
+    """Returns gains through a way without the two held-out numbers, over the network at one number."""
     found = comparison.gains(results["runs"], "fitted")
     lines = {}
     for method in methods.names(trains=True, regression=True):
-        name = method if method in methods.NETWORKS else f"{method}, GLM"
+        name = method if method in methods.NETWORKS else f"{method}, {way}"
         cells = [shown(found.get(task, {}).get(name)) for task in results["table"]]
         if any(cells) and method != comparison.BASE:
             lines[shown_name(method)] = cells

@@ -14,7 +14,7 @@ from papers.common.data import Pictures, Table, batched
 from papers.common.measures import cqm
 from papers.common.training import Recipe
 from papers.valla import cost, figure4, figure5, published, published_images
-from papers.valla.table1 import CifarTask
+from papers.valla.figure7 import CifarTask
 from papers.valla.training import trained
 
 
