@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lapwing.covariance import Latent
 from lapwing.tangent import Tangent
 from papers.common import drawing
 from papers.common.cifar import Cifar, LastLayer
-from papers.common.data import Batches, joined
+from papers.common.data import joined
 from papers.common.results import Rows, once, read
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
@@ -57,7 +57,7 @@ def run(seeds: Sequence[int] = range(5), shown: int = 14_000, reported: int = 40
     """
     rows = Rows(__file__, {"images of the curvature": SUMMED, "reported": reported})
     spans = [(size, seed) for seed in seeds for size in ROWS]
-    parts = once(lambda: contracted_parts(spans, shown, reported))
+    parts = once(lambda: Parts(spans, shown, reported).all)
     for j, size in enumerate(ROWS):
         for i, seed in enumerate(seeds):
             span = once(partial(Span.of, parts, i * len(ROWS) + j))
@@ -95,27 +95,51 @@ def last_layers(setup: Callable[[], LastLayer]) -> dict[str, Callable[[], dict[s
     return makes
 
 
-def contracted_parts(spans: Sequence[tuple[int, int]], shown: int, reported: int) -> dict[str, Tensor]:
-    """Returns outputs, features of all spans and labels of each part, "part, name" -> tensor."""
-    setup = Cifar.load(0, shown, reported)
-    tangent = Tangent.survey(setup.model, setup.train[0][0][:4])
-    x, y = joined(setup.train)
+class Parts:
+    """The ResNet-20's images on the directions of some spans: kept piece by piece, since Jacobians take minutes.
 
-    def directions(size: int, seed: int) -> Tensor:
-        make = lambda: {"found": balanced_directions(tangent, x, y, size, Whole.rank, seed)}  # noqa: E731
-        return kept_tensors(f"ella_directions_{shown}_{size}_{seed}", make)["found"]
+    Args:
+        spans: M and seed of each.
+        shown: training images that rows of J come from.
+        reported: test images.
+    """
 
-    def of(batches: Batches) -> dict[str, Tensor]:
-        images, labels = joined(batches)
-        return {**contracted(tangent, images, every), "labels": labels}
+    def __init__(self, spans: Sequence[tuple[int, int]], shown: int, reported: int) -> None:
+        self.spans, self.shown, self.setup = spans, shown, Cifar.load(0, shown, reported)
+        train = self.setup.train[: -(-SUMMED // 100)]
+        self.batches = {"train": train, "val": self.setup.val, "test": self.setup.test}
 
-    every = torch.cat([directions(*span) for span in spans])
-    seeds = "_".join(str(seed) for seed in dict.fromkeys(seed for _, seed in spans))
-    found: dict[str, Tensor] = {}
-    for part, batches in (("train", setup.train[: -(-SUMMED // 100)]), ("val", setup.val), ("test", setup.test)):
-        kept = kept_tensors(f"ella_{part}_{len(batches)}_{len(every)}_{seeds}", partial(of, batches))
-        found |= {f"{part}, {name}": tensor for name, tensor in kept.items()}
-    return found
+    @cached_property
+    def tangent(self) -> Tangent:
+        """The network with all its weights."""
+        return Tangent.survey(self.setup.model, self.setup.train[0][0][:4])
+
+    def directions(self, size: int, seed: int) -> Tensor:
+        """Returns ELLA's directions of a span (K, P)."""
+        x, y = joined(self.setup.train)
+        make = lambda: {"found": balanced_directions(self.tangent, x, y, size, Whole.rank, seed)}  # noqa: E731
+        return kept_tensors(f"ella_directions_{self.shown}_{size}_{seed}", make)["found"]
+
+    @cached_property
+    def every(self) -> Tensor:
+        """The directions of all spans (spans K, P)."""
+        return torch.cat([self.directions(*span) for span in self.spans])
+
+    def piece(self, part: str, start: int, count: int = 5) -> dict[str, Tensor]:
+        """Returns outputs and features of `count` batches of a part, from a batch on."""
+        x, _ = joined(self.batches[part][start : start + count])
+        spans = "_".join(f"{size}.{seed}" for size, seed in self.spans)
+        return kept_tensors(f"ella_{part}_{start}_{len(x)}_{spans}", lambda: contracted(self.tangent, x, self.every))
+
+    @cached_property
+    def all(self) -> dict[str, dict[str, Tensor]]:
+        """Part -> outputs, features and labels of all its images."""
+        found = {}
+        for part, batches in self.batches.items():
+            pieces = [self.piece(part, start) for start in range(0, len(batches), 5)]
+            found[part] = {name: torch.cat([piece[name] for piece in pieces]) for name in ("outputs", "features")}
+            found[part]["labels"] = joined(batches)[1]
+        return found
 
 
 def by_draws(latent: Callable[[float], Latent], labels: Tensor) -> tuple[float, float]:
@@ -142,29 +166,22 @@ class Span:
     """ELLA on the span of one M and seed.
 
     Attributes:
-        val: outputs and features of the validation images.
+        val: outputs, features and labels of the validation images.
         test: likewise of the reported images.
         curvatures: n -> H_n.
-        labels: of both.
     """
 
     val: dict[str, Tensor]
     test: dict[str, Tensor]
     curvatures: dict[int, Tensor]
-    labels: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, parts: Callable[[], Mapping[str, Tensor]], place: int) -> Span:
+    def of(cls, parts: Callable[[], dict[str, dict[str, Tensor]]], place: int) -> Span:
         """Returns the span at a place in the order of the spans."""
         mine = slice(place * Whole.rank, (place + 1) * Whole.rank)
-        train, val, test = (
-            {name: parts()[f"{part}, {name}"] for name in ("outputs", "features")} for part in ("train", "val", "test")
-        )
-        for part in (train, val, test):
-            part["features"] = part["features"][..., mine]
-        counts = [n for n in COUNTS if n <= SUMMED]
-        found = curvatures(train["outputs"], train["features"], counts)
-        return cls(val, test, found, (parts()["val, labels"], parts()["test, labels"]))
+        train, val, test = ({**part, "features": part["features"][..., mine]} for part in parts().values())
+        found = curvatures(train["outputs"], train["features"], [n for n in COUNTS if n <= SUMMED])
+        return cls(val, test, found)
 
     def row(self, rank: int, choose: Callable[..., Any], only: Any = None) -> dict[str, Any]:
         """Returns test scores at the n and δ of lowest validation NLL.
@@ -177,10 +194,10 @@ class Span:
         found = []
         for n in only or self.curvatures:
             latent = partial(ella_latent, self.val, self.curvatures[n][:rank, :rank])
-            found.append((*choose(latent, self.labels[0])[:2], n))
+            found.append((*choose(latent, self.val["labels"])[:2], n))
         loss, delta, n = min(found)
         at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta)
-        return {"n": n, "prior precision": delta, "validation nll": loss, **scored(at, self.labels[1])}
+        return {"n": n, "prior precision": delta, "validation nll": loss, **scored(at, self.test["labels"])}
 
 
 DEFAULT = "n and prior by the default link"
