@@ -274,7 +274,7 @@ class MixturePrediction(RealPrediction):
 
 
 def _draws(family: dist.Distribution, count: int) -> Tensor:
-    """Returns draws; those of a VonMises as Best and Fisher 1979, but only the rejected ones are drawn again."""
+    """Returns draws. Angles of a VonMises follow Best and Fisher 1979, and only rejected angles are drawn again."""
     if isinstance(family, dist.Independent):
         return _draws(family.base_dist, count)
     if not isinstance(family, dist.VonMises):

@@ -650,6 +650,36 @@ def test_heads_are_saved_and_updated(tmp_path):
         assert float(ratio.median()) == pytest.approx(factor, rel=0.4)
 
 
+class Refilled:
+    """A loader that hands out the same tensors each time, with other samples in them."""
+
+    def __init__(self, x: Tensor, y: dict[str, Tensor], size: int) -> None:
+        self.batches = list(zip(x.split(size), *(one.split(size) for one in y.values()), strict=True))
+        self.keys = tuple(y)
+
+    def __iter__(self) -> Any:
+        filled = [part.clone() for part in self.batches[0]]
+        for batch in self.batches:
+            for mine, theirs in zip(filled, batch, strict=True):
+                mine.copy_(theirs)
+            yield filled[0], dict(zip(self.keys, filled[1:], strict=True))
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_the_noise_of_heads_does_not_depend_on_batches_refilled_tensors_or_the_order_of_training_rows(held_out):
+    (x, y), held = targets(400, 1), targets(200, 2)
+    rows = torch.randperm(len(x)) if held_out else torch.arange(len(x))  # without held-out rows these are the folds
+    other = (x[rows], {key: value[rows] for key, value in y.items()})
+    wanted = of_heads(held_out, "input")
+    for train_data, validation in ((other, held), (Refilled(*other, 50), Refilled(*held, 40))):
+        options = {"validation": validation} if held_out else {}
+        found = lw.fit(heads(), train_data, lw.KFAC(), likelihood=joint("input"), **options)
+        for key in ("pair", "one"):
+            stds = [posterior.predict(FAR)[key].std for posterior in (found, wanted)]
+            torch.testing.assert_close(*stds, rtol=1e-3, atol=0)
+            torch.testing.assert_close(found.predict(FAR[:1])[key].std, stds[0][:1])
+
+
 def test_missing_targets_and_weights_of_heads():
     x, y = targets(400, 1)
     options: dict[str, Any] = {"method": lw.KFAC(), "likelihood": joint("input"),

@@ -135,8 +135,8 @@ def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]
 class TiedTable(BlockJacobian):
     """A table (V, O), row-major, whose rows tokens select, and which is also the matrix of linear layers.
 
-    J is the sum of all uses, which meet only in the rows of a sample's tokens. With the linear layers' part K in these
-    rows, squares of J are those of the linear layers, plus those of K and the tokens together, minus those of K.
+    J is the sum of all uses: L of the linear layers and E of the tokens. E is 0 outside the rows of a sample's tokens,
+    and K is L in these rows. So `J² = L² + (K + E)² - K²`, which forms no rows of J.
     """
 
     def __init__(self, uses: Sequence[BlockJacobian]) -> None:
