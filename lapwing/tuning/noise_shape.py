@@ -62,12 +62,10 @@ class ResidualRows(NamedTuple):
         some = self._replace(residuals=self.residuals[:, columns], latent=self.latent[:, columns])
         return some.taken((some.known()[1] > 0).any(1).nonzero()[:, 0])
 
-    def order(self) -> Tensor:
-        """Returns a random order of the rows, (N,), the same at every call."""
-        return torch.randperm(len(self.features), generator=torch.Generator().manual_seed(0))
-
     def at_most(self, count: int) -> ResidualRows:
-        return self.taken(self.order()[:count]) if count < len(self.features) else self
+        """Returns random rows in a random order. Both depend on the residuals and not on the given order of the rows."""
+        ranked = self.residuals.nan_to_num().sum(1).argsort()
+        return self.taken(ranked[torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0))[:count]])
 
     def known(self) -> tuple[Tensor, Tensor]:
         """Returns r² (N, C) and the weights (N, C), both 0 for a missing target."""
@@ -109,8 +107,8 @@ def chosen(
     ridges = RIDGES[:1] if constant else RIDGES[1:] if noise == "input" else RIDGES
     # 2. shapes for all rows and for each fold, and losses (laws, N) of the rows that they leave out
     final, (squares, weights) = shapes(train, floor, ridges), some.known()
-    fold = some.order() % folds
-    used = (fold != torch.arange(folds)[:, None]).to(floor)  # (folds, N)
+    fold = torch.arange(count, device=floor.device) % folds
+    used = (fold != torch.arange(folds, device=floor.device)[:, None]).to(floor)  # (folds, N)
     parts, plain_noise = [final] * folds, floor  # which may have been tuned on the held-out rows
     if held_out is None:
         parts = [shapes(some.taken((fold != k).nonzero()[:, 0]), floor, ridges) for k in range(folds)]

@@ -666,10 +666,15 @@ class Refilled:
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_the_noise_of_heads_does_not_depend_on_batches_refilled_tensors_or_the_order_of_training_rows(held_out):
-    (x, y), held = targets(400, 1), targets(200, 2)
-    rows = torch.randperm(len(x)) if held_out else torch.arange(len(x))  # without held-out rows these are the folds
-    other = (x[rows], {key: value[rows] for key, value in y.items()})
+@pytest.mark.parametrize("seed", range(3))
+def test_the_noise_of_heads_does_not_depend_on_batches_refilled_tensors_or_the_order_of_rows(held_out, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def reordered(x: Tensor, y: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = torch.randperm(len(x), generator=generator)
+        return x[rows], {key: value[rows] for key, value in y.items()}
+
+    other, held = reordered(*targets(400, 1)), reordered(*targets(200, 2))
     wanted = of_heads(held_out, "input")
     for train_data, validation in ((other, held), (Refilled(*other, 50), Refilled(*held, 40))):
         options = {"validation": validation} if held_out else {}
