@@ -63,7 +63,7 @@ class ResidualRows(NamedTuple):
         return some.taken((some.known()[1] > 0).any(1).nonzero()[:, 0])
 
     def at_most(self, count: int) -> ResidualRows:
-        """Returns random rows in a random order. Both depend on the residuals and not on the given order of the rows."""
+        """Returns random rows in a random order, which residuals determine and not the given order of the rows."""
         ranked = self.residuals.nan_to_num().sum(1).argsort()
         return self.taken(ranked[torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0))[:count]])
 
