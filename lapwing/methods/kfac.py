@@ -5,6 +5,7 @@ Both share the factor pass; EKFAC adds a second pass for the true second moments
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, cast
@@ -15,12 +16,15 @@ from torch import Tensor
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
+from ..likelihoods import Likelihood
 from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
+
+log = logging.getLogger("lapwing")
 
 MatrixSums = MatrixJacobian | FisherSums  # `Record.sums` of a block with a matrix layout
 
@@ -56,6 +60,17 @@ class KFAC(Method):
     weight_sharing: Literal["expand", "reduce"] = "expand"
     uncovered: Literal["diagonal", "dense"] = "diagonal"
     fisher: Literal["sampled"] | None = None
+
+    def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
+        """Warns if no layer family covers most weights: the method is then almost `Diagonal`."""
+        unknown = tangent.coverage.generic
+        weights, total = sum(line.weights for line in unknown), sum(line.weights for line in tangent.coverage.lines)
+        if self.uncovered == "diagonal" and 2 * weights > total:
+            log.warning(
+                "%s ignores the covariances of %d of %d weights, since no layer family covers them (%s: %s). Write "
+                "%s(uncovered='dense') or lw.Full() if they are few. lw.coverage(model, x) lists all reasons.",
+                type(self).__name__, weights, total, unknown[0].block, unknown[0].reason, type(self).__name__,
+            )  # fmt: skip
 
     def passes(self, problem: Problem) -> Passes:
         return (yield from run_curvature_pass(self._factor_pass(problem)))

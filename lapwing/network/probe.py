@@ -392,7 +392,8 @@ def _compare_with_autograd(
                     single = Block(name, (name,), (tuple(truth[name].shape),), use.use.family, matrix, bias)
                     part = single.split(jacobian.sum_rows()[0])[name]
                     total = part if total is None else total + part
-        eps, wanted = torch.finfo(truth[name].dtype).eps, truth[name].to(dtype)
+        dtypes = {truth[name].dtype, *(use.out.dtype for use in noted if name in use.names.values())}  # autocast's too
+        eps, wanted = max(torch.finfo(one).eps for one in dtypes), truth[name].to(dtype)
         allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * wanted.numel() ** 0.5
         if not reasons[name] and (wanted if total is None else total - wanted).norm() > allowed:
             reasons[name] = "its recorded uses do not add up to autograd's gradient"

@@ -467,3 +467,24 @@ def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
     data = [(torch.randn(40, 4), torch.arange(40) % 3)]
     factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"].factors
     assert factors.output_eigenvalues.min() <= 1e-15 * factors.output_eigenvalues.max()
+
+
+@pytest.mark.parametrize("method", [lw.KFAC, lw.EKFAC])
+def test_kronecker_factors_warn_if_most_weights_have_none(method, caplog):
+    class Peephole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Bilinear(4, 4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.outer(torch.tanh(self.inner(x, x)))
+
+    model, data = Peephole().eval(), (torch.randn(20, 4), torch.arange(20) % 3)
+    for params, options, warnings in (
+        (lw.everything, {}, 1), (lw.everything, {"uncovered": "dense"}, 0), (lw.last_layer, {}, 0),
+    ):  # fmt: skip
+        caplog.clear()
+        lw.fit(model, data, method(**options), params=params, prior_precision=1.0)
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(lines) == warnings
+        assert all("ignores the covariances of 102 of 123 weights" in line for line in lines)

@@ -19,6 +19,13 @@ METHODS: dict[str, lw.Method] = {
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3)),
     "cnn": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)),
+    "transformer": lambda: nn.Sequential(
+        nn.Flatten(2),
+        nn.Linear(36, 8),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ),
 }
 
 
@@ -57,6 +64,19 @@ def test_autocast_is_for_the_network_alone(name: str, method: str) -> None:
         assert torch.equal(found, other)
     assert torch.equal(probs, wanted.predict(x).probs)
     assert torch.equal(inside.mean, under(CAST)(model, x).float())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_under_autocast_are_covered(name: str, method: str) -> None:
+    """The recorded uses agree with autograd up to bfloat16, so KFAC stays KFAC. Variances have the rounding's error."""
+    model, x, loader = problem(name)
+    plain, cast = (
+        lw.fit(model, loader, METHODS[method], params=lw.everything, prior_precision=1.0, **options)
+        for options in ({}, {"forward": under(CAST)})
+    )
+    assert "generic" not in {line.family for line in cast.tangent.coverage.lines}
+    torch.testing.assert_close(cast.latent(x).variance, plain.latent(x).variance, rtol=0.15, atol=0)
 
 
 def test_a_posterior_fitted_outside_predicts_inside() -> None:

@@ -16,7 +16,7 @@ from ..blocks import Matrix
 from ..outer import Outer
 from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, at, boxes
-from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register_reader, with_bias_column
+from .use import BatchAxis, Use, Watched, aten, by_name, outer_jacobian, register_reader, with_bias_column
 
 
 def unfold(
@@ -272,3 +272,5 @@ def read_transposed_conv(args: tuple, kwargs: dict, watched: Watched | None = No
 
 register_reader(read_transposed_conv, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 register_reader(read_conv, torch.conv1d, torch.conv2d, torch.conv3d)
+register_reader(read_conv, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+register_reader(read_conv, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...linalg import total
 from ..blocks import Matrix
 from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
-from .use import BatchAxis, Use, Watched, by_name, register_reader
+from .use import BatchAxis, Use, Watched, aten, by_name, register_reader
 
 
 class OneHot(MatrixJacobian):
@@ -207,4 +207,10 @@ def _embedding(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return EmbeddingUse(named["input"], weight, None if padding is None else padding % weight.shape[0])
 
 
+def _exported_embedding(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    weight, tokens, *padding = args[:3]
+    return _embedding((tokens, weight, padding[0] if padding and padding[0] >= 0 else None), {}, watched)
+
+
 register_reader(_embedding, F.embedding)
+register_reader(_exported_embedding, aten.embedding.default)

@@ -16,7 +16,7 @@ from ..outer import Outer
 from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, at
 from .product import einsum_use
-from .use import BatchAxis, Use, Watched, by_name, outer_jacobian, register_reader, with_bias_column
+from .use import BatchAxis, Use, Watched, aten, by_name, outer_jacobian, register_reader, with_bias_column
 
 
 class LinearUse(Use):
@@ -102,8 +102,8 @@ def _einsum(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return einsum_use(*args, watched)
 
 
-register_reader(_linear, F.linear)
-register_reader(_addmm, torch.addmm)
+register_reader(_linear, F.linear, aten.linear.default)
+register_reader(_addmm, torch.addmm, aten.addmm.default)
 register_reader(_matmul, torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm)
-register_reader(_matmul, torch.Tensor.__matmul__)
+register_reader(_matmul, torch.Tensor.__matmul__, aten.matmul.default, aten.mm.default, aten.bmm.default)
 register_reader(_einsum, torch.einsum)

@@ -14,7 +14,7 @@ from ...linalg import total
 from ..jacobian import Rows
 from ..plain_functions import batch_norm, instance_norm
 from ..strips import at, boxes
-from .use import BatchAxis, Reader, Use, Watched, by_name, register_reader
+from .use import BatchAxis, Reader, Use, Watched, aten, by_name, register_reader
 
 Normalise = Callable[[Tensor], Tensor]
 
@@ -125,6 +125,11 @@ def _batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     return ElementwiseUse(named["input"], named.get("weight"), named.get("bias"), normalise, None)
 
 
+def _exported_batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
+    inputs, weight, bias, mean, variance, *rest = args
+    return _batch_norm((inputs, mean, variance, weight, bias, *rest), kwargs, watched)
+
+
 def _instance_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     named = by_name(names, args, kwargs)
@@ -165,11 +170,12 @@ def _elementwise(family: Literal["scale", "shift"]) -> Reader:
     return reader
 
 
-register_reader(_over_last(F.layer_norm, "weight", "bias", "eps"), F.layer_norm)
+register_reader(_over_last(F.layer_norm, "weight", "bias", "eps"), F.layer_norm, aten.layer_norm.default)
 register_reader(_over_last(F.rms_norm, "weight", "eps"), F.rms_norm)
-register_reader(_group_norm, F.group_norm)
+register_reader(_group_norm, F.group_norm, aten.group_norm.default)
 register_reader(_batch_norm, batch_norm)
+register_reader(_exported_batch_norm, aten.batch_norm.default)
 register_reader(_instance_norm, instance_norm)
 register_reader(_prelu, F.prelu, torch.prelu)
-register_reader(_elementwise("scale"), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
-register_reader(_elementwise("shift"), torch.add, torch.Tensor.add, torch.Tensor.__add__)
+register_reader(_elementwise("scale"), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, aten.mul.Tensor)
+register_reader(_elementwise("shift"), torch.add, torch.Tensor.add, torch.Tensor.__add__, aten.add.Tensor)

@@ -127,6 +127,9 @@ Watched = Callable[[object], bool]
 Reader = Callable[[tuple, dict, Watched], Use | None]
 """`(args, kwargs, watched)` of a function call -> its use, or None if the family does not cover the call."""
 
+aten = torch.ops.aten
+"""Operators that an exported program calls instead of torch functions."""
+
 READERS: dict[object, Reader] = {}
 """Function -> the reader of its calls."""
 
