@@ -50,7 +50,7 @@ from .posterior import Posterior, load
 from .prediction import Linearized, MonteCarlo, Scaled, Uncertain, propagate
 from .prediction.streamlined import Streamlined
 from .tangent import coverage, everything, last_layer, matching
-from .tuning import BoundedEvidence, EarlyStopping, Evidence, Refit, Validation, scale_factor
+from .tuning import BoundedEvidence, EarlyStopping, Evidence, Refit, Validation, amortize, scale_factor
 
 if TYPE_CHECKING:
     from . import evaluation
@@ -85,6 +85,6 @@ __all__ = [
     "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient", "Novelty", "OptimalSubspace", "Ordinal",
     "Poisson", "Posterior", "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined",
     "StudentT", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",
-    "VariationalBound", "batches", "compare", "coverage", "deploy", "evaluation", "everything", "fit", "last_layer",
-    "load", "matching", "mixture", "novelty", "plan", "propagate", "scale_factor", "versions",
+    "VariationalBound", "amortize", "batches", "compare", "coverage", "deploy", "evaluation", "everything", "fit",
+    "last_layer", "load", "matching", "mixture", "novelty", "plan", "propagate", "scale_factor", "versions",
 ]  # fmt: skip

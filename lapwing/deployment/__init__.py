@@ -29,7 +29,7 @@ from ..options import check_argument, instance_of
 from ..posterior import Posterior
 from ..prediction import DefaultWay, Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
-from ..tuning import scale_factor
+from ..tuning import Amortized, scale_factor
 from .export import Observe, trace
 from .predictor import Predictor
 
@@ -60,8 +60,9 @@ def deploy(
         posterior: the posterior.
         x: example inputs: a tensor, or a tuple or dict of tensors, with any number of samples. Lengths above 1 of
             integer and boolean inputs may vary later if the network allows it. Other shapes may not.
-        via: `Streamlined` in diagonal mode; `Linearized` if only the last layer is treated; `Scaled` of either. None
-            means `Streamlined`, scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
+        via: `Streamlined` in diagonal mode; `lw.amortize(posterior, loader)`, which adds the output "beyond" (B,);
+            `Linearized` if only the last layer is treated; `Scaled` of one of them. None means `Streamlined`,
+            scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
             and for Student t noise its degrees of freedom (), also as `predictor.df`. For `lw.Joint` each head has
             these, by `key_name`;
@@ -105,15 +106,16 @@ def deploy(
     x = as_inputs(x, posterior.tangent.model)
     names, keys = _named(x)
     via = _default_way(posterior, x, data) if via is None else via
-    streamlined, factor, linearised = _exported_way(via)
+    exported, factor, linearised = _exported_way(via)
     inputs = Inputs.of(dict(x) if keys else x)
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
     observe, returns, kinds, df = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
     layer = None if outputs == "latent" else posterior.likelihood.features_read
     traced = trace(
-        posterior.tangent, posterior.covariance, streamlined, example, observe, kinds, linearised, novelty, layer
+        posterior.tangent, posterior.covariance, exported, example, observe, kinds, linearised, novelty, layer
     )  # fmt: skip
+    returns += ("beyond",) if isinstance(exported, Amortized) else ()
     return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via, df)
 
 
@@ -140,18 +142,19 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
     return Streamlined()
 
 
-def _exported_way(via: Way) -> tuple[Streamlined, float, bool]:
-    """Returns the way whose program is exported, the factor of its variances, and whether `via` is `Linearized`."""
+def _exported_way(via: Way) -> tuple[Streamlined | Amortized, float, bool]:
+    """Returns the way that is exported, the factor of its variances, and whether `via` is `Linearized`."""
     factor, inner = 1.0, via
     while isinstance(inner, Scaled):
         factor, inner = factor * inner.factor, inner.via
     if isinstance(inner, Linearized) and inner == Linearized():
         return Streamlined(), factor, True  # equal if only the last layer is treated
-    if isinstance(inner, Streamlined) and inner.covariance == "diagonal":
+    if isinstance(inner, Amortized) or (isinstance(inner, Streamlined) and inner.covariance == "diagonal"):
         return inner, factor, False
     raise LapwingError(
         f"via={shown(via)} cannot be deployed. Write lw.deploy(posterior, x, via=lw.Streamlined()), in diagonal mode; "
-        "via=lw.Linearized() if only the last layer is treated; or lw.Scaled(...) of one of them."
+        "via=lw.amortize(posterior, loader); via=lw.Linearized() if only the last layer is treated; or lw.Scaled(...) "
+        "of one of them."
     )
 
 

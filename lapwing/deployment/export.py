@@ -28,6 +28,7 @@ from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
 from ..tangent.features import features_at
+from ..tuning.amortized import Amortized, joined_rows, product
 from .head import latent_of, moments_of, read_head, squares_of_weights
 
 Observe = Callable[[Latent, Tensor | None], tuple[Tensor, ...]]
@@ -40,7 +41,7 @@ Traced = tuple[fx.GraphModule, Any, tuple[dict[int, str], ...]]
 def trace(
     tangent: Tangent,
     covariance: Covariance,
-    via: Streamlined,
+    via: Streamlined | Amortized,
     inputs: Inputs,
     observe: Observe,
     kinds: int,
@@ -60,10 +61,14 @@ def trace(
         graph = read(tangent, inputs)
         if not graph.accepts(inputs.take(slice(0, 1))):
             raise _one_size(tangent)
-        program = _program(tangent, covariance, graph, via, inputs)
-        run = Run(program, inputs, observe, kinds, tangent, novelty, layer)
-        if linearised:
-            _check_last_layer(program, run, tangent)
+        run: Run
+        if isinstance(via, Amortized):
+            run = AmortizedRun(via, graph, inputs, observe, kinds, tangent, novelty, layer)
+        else:
+            program = _program(tangent, covariance, graph, via, inputs)
+            run = StreamlinedRun(program, inputs, observe, kinds, tangent, novelty, layer)
+            if linearised:
+                _check_last_layer(program, run, tangent)
         with quiet():
             shapes = tuple({d: Dim.AUTO for d, n in enumerate(s) if isinstance(n, str)} or None for s in graph.shapes)
             exported = torch.export.export(run, tuple(inputs.leaves), dynamic_shapes=(shapes,), strict=False)
@@ -82,8 +87,7 @@ def _with_distinct_lengths(inputs: Inputs) -> Inputs:
 
 def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Streamlined, inputs: Inputs) -> Program:
     program = build(tangent, covariance, graph, via, inputs, decompose=squares_of_weights)
-    copies = {name: value.detach().clone() for name, value in graph.tensors.items()}
-    program.graph = dataclasses.replace(graph, tensors=copies)
+    program.graph = dataclasses.replace(graph, tensors=_copies(graph))
     for step in program.schedule.steps:
         node, fused = step.node, step.fused
         place = f"{name_of(node)} in {where(node)} of {graph.network}"
@@ -111,7 +115,11 @@ def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Stream
     return program
 
 
-def _check_last_layer(program: Program, run: Run, tangent: Tangent) -> None:
+def _copies(graph: Graph) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in graph.tensors.items()}
+
+
+def _check_last_layer(program: Program, run: StreamlinedRun, tangent: Tangent) -> None:
     """Refuses uncertain values before the last layer, and a last layer whose covariances are not complete."""
     early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.joint_steps]
     if early or not run.complete:
@@ -128,6 +136,7 @@ def _compare(run: Run, module: fx.GraphModule, inputs: Inputs, tangent: Tangent)
     expected, actual = run(*leaves), module(*leaves)
     actual = actual if isinstance(actual, tuple) else (actual,)
     for ours, theirs in zip(actual, expected, strict=True):
+        ours, theirs = (part.to(tangent.dtype) if part.dtype == torch.bool else part for part in (ours, theirs))
         tolerance = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max().clamp_min(1e-6)
         if ours.shape != theirs.shape or not bool((ours - theirs).abs().max() <= tolerance):
             raise _one_size(tangent)
@@ -141,7 +150,72 @@ def _one_size(tangent: Tangent) -> LapwingError:
 
 
 class Run(nn.Module):
-    """The module that is exported: the steps of a program. A last layer needs no C x C matrix.
+    """The module that is exported: moments of the outputs, and what `observe` makes of a latent with them.
+
+    `values` are those of the network's calls at the example, by name.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        values: Mapping[str, Any],
+        inputs: Inputs,
+        observe: Observe,
+        kinds: int,
+        tangent: Tangent,
+        novelty: Novelty | None,
+        layer: str | None,
+    ) -> None:
+        super().__init__()
+        self.graph, self.observe, self.kinds, self.dtype = graph, observe, kinds, tangent.dtype
+        self.logits = tangent.call.activation, tangent.call.looks
+        self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
+        self.layer, self.of_noise = layer, graph.output
+        if layer:
+            self.of_noise = _equal_value(values, features_at(tangent, layer, inputs)) or _no_features(tangent, layer)
+
+    def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
+        """Returns means, `moments_of` the latent, the values of the network's calls by name, and further outputs."""
+        raise NotImplementedError
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Returns the results of `observe`, further outputs, and the novelty."""
+        mean, moments, values, more = self.moments(*leaves)
+        of_noise = None
+        if self.layer is not None:
+            of_noise = mean if not self.layer else mean_of(values[self.of_noise])
+        results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)), of_noise)
+        if self.novelty is None:
+            return (*results, *more)
+        return (*results, *more, self.novelty.score(mean_of(values[self.features])).to(self.dtype))
+
+
+class AmortizedRun(Run):
+    """The network's calls, and the head of an amortised way. Beyond the guard variances are the largest of the fit."""
+
+    def __init__(self, way: Amortized, graph: Graph, inputs: Inputs, observe: Observe, kinds: int, tangent: Tangent,
+                 novelty: Novelty | None, layer: str | None) -> None:  # fmt: skip
+        graph = dataclasses.replace(graph, tensors=_copies(graph))
+        values = graph.run(inputs)
+        super().__init__(graph, values, inputs, observe, kinds, tangent, novelty, layer)
+        self.head, self.inputs, self.read = way.head, inputs, graph.output
+        if way.layer:
+            found = _equal_value(values, features_at(tangent, way.layer, inputs))
+            self.read = found or _no_features(tangent, way.layer)
+
+    def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
+        inputs = self.inputs.with_leaves(dict(enumerate(leaves)))
+        values = self.graph.run(inputs)
+        mean = finite(values[self.graph.output], *self.logits)
+        rows = joined_rows(values[self.read], mean, inputs)
+        variance, factor = self.head(rows)
+        beyond = self.head.beyond(rows)
+        variance = torch.where(beyond[:, None], self.head.largest, variance)
+        return mean, moments_of(DenseTerm(product(variance, factor)), self.kinds), values, (beyond,)
+
+
+class StreamlinedRun(Run):
+    """The steps of a program. A last layer needs no C x C matrix.
 
     The program runs once at an example, which fills its constants. Values that do not depend on the inputs are stored.
     `observe` gets a latent of this dtype. `complete` is whether the program computes the covariances of the outputs.
@@ -157,7 +231,6 @@ class Run(nn.Module):
         novelty: Novelty | None,
         layer: str | None,
     ) -> None:
-        super().__init__()
         samples, fixed = inputs.samples, dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
@@ -172,17 +245,11 @@ class Run(nn.Module):
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        self.program, self.observe, self.kinds, self.dtype = program, observe, kinds, tangent.dtype
-        self.logits = tangent.call.activation, tangent.call.looks
-        self.values, self.steps, self.head, self.end = fixed, tuple(steps), head, end
-        self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
-        self.layer, self.of_noise = layer, program.graph.output
-        if layer:
-            self.of_noise = _equal_value(values, features_at(tangent, layer, inputs)) or _no_features(tangent, layer)
+        super().__init__(program.graph, values, inputs, observe, kinds, tangent, novelty, layer)
+        self.program, self.values, self.steps, self.head, self.end = program, fixed, tuple(steps), head, end
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
-    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Returns the results of `observe`."""
+    def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         program = self.program
         inputs = zip(program.graph.leaves, leaves, strict=True)
         values: dict[str, Any] = {**self.values, **{name: leaf for name, leaf in inputs if name is not None}}
@@ -196,14 +263,7 @@ class Run(nn.Module):
             for step in self.end[1:]:
                 mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
             moments = moments.expand(mean.shape[0], -1)
-        of_noise = None
-        if self.layer is not None:
-            of_noise = mean if not self.layer else mean_of(program.cast(self.of_noise, values[self.of_noise]))
-        results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)), of_noise)
-        if self.novelty is None:
-            return results
-        features = mean_of(program.cast(self.features, values[self.features]))
-        return (*results, self.novelty.score(features).to(self.dtype))
+        return mean, moments, values, ()
 
 
 def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> str:
@@ -228,9 +288,9 @@ def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
 
 def _no_features(tangent: Tangent, layer: str) -> NoReturn:
     raise LapwingError(
-        f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, on which the noise "
-        "depends. Fit with likelihood=lw.Gaussian(noise='constant'), or write lw.deploy(posterior, x, "
-        "outputs='latent')."
+        f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of "
+        "each input, or an amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write "
+        "lw.deploy(posterior, x, outputs='latent'); and leave out via=."
     )
 
 
