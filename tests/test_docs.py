@@ -40,6 +40,9 @@ WITH_EXAMPLES = [
 ]
 SLOW_EXAMPLES = {"lapwing.deployment", "lapwing.evaluation.sensitivity"}
 PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MOST_WORDS = 46_000
+"""Ceiling on the words of the guides. The aim is 25 000."""
+
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -64,6 +67,15 @@ def test_the_readme_is_short_and_hides_nothing() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!--" not in text
     assert len(text.splitlines()) <= 120
+
+
+def test_the_guides_are_short() -> None:
+    """Counts words as `wc -w` does, without the reference, the changelog and the papers' pages."""
+    outside = ("reference/", "papers", "changelog", "tasks/", "_build/")
+    pages = [path for path in (ROOT / "docs").rglob("*.md")
+             if not path.relative_to(ROOT / "docs").as_posix().startswith(outside)]  # fmt: skip
+    words = sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "README.md", *pages))
+    assert words <= MOST_WORDS, f"{words} words: shorten a page for each one that grows"
 
 
 @pytest.mark.slow

@@ -119,10 +119,23 @@ def test_every_task_has_its_table() -> None:
     assert len(MARKED) == 10
 
 
-@pytest.mark.parametrize("picture", ["defaults"])
+@pytest.mark.parametrize("picture", ["defaults", "line", "line_prior", "line_classes"])
 def test_no_picture_is_older_than_its_results(picture: str) -> None:
+    name = picture.partition("_")[0]
     found = drawing.sources(command.HOME / "figures" / f"{picture}.png")
-    assert found == {f"{picture}.json": drawing.digest(str(command.HOME / f"{picture}.py"))}
+    assert found == {f"{name}.json": drawing.digest(str(command.HOME / f"{name}.py"))}
+
+
+def test_pictures_of_the_page_on_posteriors_show_what_it_says() -> None:
+    """In a gap the band is wide, and mutual information tells the gap from labels that overlap; entropy does not."""
+    curve, found = stored("line")["curve"], stored("line")["classes"]
+    deviations = dict(zip(curve["grid"], curve["of weights"], strict=True))
+    assert deviations[0.0] > 5 * deviations[-2.0]
+    middle = len(found["grid"]) // 2 - 6  # between the overlap on the left and the gap on the right, at -0.5
+    entropy, information = ([max(found[score][:middle]), max(found[score][middle:-30])]
+                            for score in ("entropy", "mutual information"))  # fmt: skip
+    assert entropy == pytest.approx([math.log(2)] * 2, abs=0.01)
+    assert information[1] > 5 * information[0]
 
 
 def test_the_counts_of_convolutions_are_ratios() -> None:
