@@ -61,6 +61,8 @@ html_show_sourcelink = False
 PAGES = (
     (r"examples/tasks/(\w+)\.py", r"/tasks/\1.rst"),
     (r"examples/tasks/(?=\))", "/tasks/index.rst"),
+    (r"benchmarks/README\.md", "/benchmarks.md"),
+    (r"docs/([\w/-]+)\.md", r"/\1.md"),
     (r"papers/README\.md", "/papers/verdicts.md"),
     (r"papers/(\w+)/README\.md", r"/papers/\1.md"),
     (r"CHANGELOG\.md", "/changelog.md"),

@@ -116,7 +116,7 @@ def test_every_task_has_its_table() -> None:
     for module in (answers, peers, positions_data):
         name = module.__name__.rpartition(".")[2]
         assert all(f"<!-- table of {name}: {part} -->" in text for part in module.parts())
-    assert len(MARKED) == 10
+    assert len(MARKED) == 11
 
 
 @pytest.mark.parametrize("picture", ["defaults", "line", "line_prior", "line_classes"])
@@ -151,7 +151,7 @@ def families(name: str) -> dict[str, dict[str, summary.Row]]:
 
 @pytest.mark.parametrize("name", ["defaults_best", "defaults_best_large"])
 def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
-    page = (DOCS / "defaults.md").read_text(encoding="utf-8")
+    page = (command.HOME / "README.md").read_text(encoding="utf-8")
     arms = ("default", "validated", "last-layer", "diagonal", "kfac", "ella", "best")
     for family, of in families(name).items():
         row = " | ".join(f"{of[arm]['nll']:.3f}" for arm in arms)
@@ -159,7 +159,7 @@ def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
 
 
 def test_the_methods_of_classifiers_are_those_of_the_results() -> None:
-    page = (DOCS / "defaults.md").read_text(encoding="utf-8")
+    page = (command.HOME / "README.md").read_text(encoding="utf-8")
     for family, of in families("defaults_best_classes").items():
         cells = [f"{of['default']['cells']}", f"{of['default']['nll']:.3f}", f"{of['validated']['nll']:.3f}"]
         for arm in ("last-layer", "diagonal", "kfac", "ella"):
