@@ -75,6 +75,7 @@ def link_to_pages(app: Any, page: str, text: list[str]) -> None:
     for path, target in PAGES:
         text[0] = re.sub(rf"\]\((?:\.\./)+{path}", rf"]({target}", text[0])
     if page.startswith("tasks/"):
+        text[0] = text[0].replace("benchmarks/README.md", "docs/benchmarks.md")
         text[0] = re.sub(r"\bdocs/([\w/-]+)\.md", r":doc:`/\1`", text[0])
 
 

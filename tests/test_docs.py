@@ -173,7 +173,7 @@ def test_costs_in_the_readme_are_those_measured() -> None:
 
 def test_costs_of_deployed_networks_are_those_measured() -> None:
     results = load(ROOT / "benchmarks" / "results" / "streamlined_cost.json")["results"]
-    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     names = [f"{name}: {part}" for name in ("mlp", "resnet20") for part in ("diagonal", "last layer, KFAC")]
     for row in (results[name] for name in (*names, "vit: diagonal", "resnet20: last block, diagonal")):
         batches = [
