@@ -41,8 +41,8 @@ WITH_EXAMPLES = [
 ]
 SLOW_EXAMPLES = {"lapwing.deployment", "lapwing.evaluation.sensitivity"}
 PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-MOST_WORDS = 46_000
-"""Ceiling on the words of the guides. The aim is 25 000."""
+MOST_WORDS = 31_800
+"""Ceiling on the words of the guides. The aim is 25 000, which they have without the four pages for maintainers."""
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
