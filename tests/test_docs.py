@@ -41,8 +41,9 @@ WITH_EXAMPLES = [
 ]
 SLOW_EXAMPLES = {"lapwing.deployment", "lapwing.evaluation.sensitivity"}
 PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-MOST_WORDS = 31_800
-"""Ceiling on the words of the guides. The aim is 25 000, which they have without the four pages for maintainers."""
+FOR_MAINTAINERS = "extending", "file-format", "how-it-works", "width"
+MOST_WORDS, MOST_FOR_USERS = 31_600, 25_300
+"""Ceilings on the words of all guides, and of those for users. The aim is 25 000 for all: lower them when you can."""
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
@@ -73,10 +74,11 @@ def test_the_readme_is_short_and_hides_nothing() -> None:
 def test_the_guides_are_short() -> None:
     """Counts words as `wc -w` does, without the reference, the changelog and the pages of papers and benchmarks."""
     outside = ("reference/", "papers", "benchmarks.md", "changelog", "tasks/", "_build/")
-    pages = [path for path in (ROOT / "docs").rglob("*.md")
-             if not path.relative_to(ROOT / "docs").as_posix().startswith(outside)]  # fmt: skip
-    words = sum(len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "README.md", *pages))
-    assert words <= MOST_WORDS, f"{words} words: shorten a page for each one that grows"
+    words = {path.stem: len(path.read_text(encoding="utf-8").split())
+             for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+             if not path.relative_to(ROOT).as_posix().removeprefix("docs/").startswith(outside)}  # fmt: skip
+    assert sum(words.values()) <= MOST_WORDS, "shorten a page for each one that grows"
+    assert sum(words.values()) - sum(words[page] for page in FOR_MAINTAINERS) <= MOST_FOR_USERS
 
 
 @pytest.mark.slow
