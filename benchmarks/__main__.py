@@ -34,7 +34,7 @@ from papers.common.data import available
 from papers.common.tables import filled
 
 HOME = Path(__file__).parent
-PAGES = sorted((HOME.parent / "docs").rglob("*.md"))
+PAGES = [HOME / "README.md", *sorted((HOME.parent / "docs").rglob("*.md"))]
 
 
 def module(name: str) -> ModuleType:

@@ -2,7 +2,7 @@
 
 One seed, a network of convolutions over words that is trained here for a minute or less.
 
-The tables are in docs/likelihoods.md. Needs the data sets that LAPWING_DATA names.
+The tables are in benchmarks/README.md. Needs the data sets that LAPWING_DATA names.
 
 - *topics*: documents of one to three news texts (AG News), the first 12 words of each. Four answers: whether a text of
   World, Sports, Business, Sci/Tech is among them. Foreign documents are made of film reviews in the same way.

@@ -13,7 +13,7 @@ forward pass, by layer (T positions, a weight of O x I; R is C - 1 in a fit to C
 
 What is copied, squared or added one number at a time is no part of a floor, and neither are ELLA's rows.
 
-The table is in docs/how-it-works.md. Needs the data sets that LAPWING_DATA names.
+The table is in benchmarks/README.md. Needs the data sets that LAPWING_DATA names.
 """
 
 from __future__ import annotations

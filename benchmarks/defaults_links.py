@@ -82,7 +82,7 @@ def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
-    """Returns the table of docs/defaults.md: means, and for how many networks the NLL is better or worse than `mean`'s.
+    """Returns the table of benchmarks/README.md: means, and how many networks have a better or worse NLL than `mean`.
 
     By more than a standard error of the paired difference, and `TIED`.
     """

@@ -35,7 +35,7 @@ def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
-    """Returns the table of docs/defaults.md: means of a family."""
+    """Returns the table of benchmarks/README.md: means of a family."""
     rows = [row for some in results.values() for row in some]
     lines = [
         "| family | method | NLL: default, validated | 90 % intervals cover |",

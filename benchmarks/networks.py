@@ -1,6 +1,6 @@
 """Coverage, exactness and cost of networks of torchvision, timm and transformers, small ones with random weights.
 
-The table is in docs/networks.md. Needs `pip install torchvision timm transformers` beside lapwing; nothing is
+The table is in benchmarks/README.md. Needs `pip install torchvision timm transformers` beside lapwing; nothing is
 downloaded. For every network:
 
 - *covered*: the share of its weights that a layer family treats. The others are generic: exact, and slower.

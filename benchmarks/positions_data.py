@@ -2,7 +2,7 @@
 
 One seed, small networks trained for about a minute on one thread. Every row of a task is around the same network.
 
-The tables are in docs/positions.md. Needs the data sets that LAPWING_DATA names, and matplotlib for the pictures.
+The tables are in benchmarks/README.md. Needs the data sets that LAPWING_DATA names, and matplotlib for the pictures.
 
 - *segmentation*: MNIST digits on textures, 11 classes a pixel. AUROC says how well the entropy of a pixel tells
   garments of Fashion-MNIST, pasted into the scenes, from all other pixels.

@@ -561,6 +561,21 @@ def medians(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     return grid(columns, lines, right=True)
 
 
+def summary(found: Mapping[str, Mapping[str, Seeds]]) -> str:
+    """Returns a short table of medians over tables, a row for each method; seconds are of training and fit together."""
+    base, lines = found.get("one variance", {}), {}
+    for method, of in found.items():
+        pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
+        cover = [mean_coverage(rows) for rows in of.values()]
+        seconds = [fmean(row["training"] + row["fit"] for row in rows.values()) for rows in of.values()]
+        lines[METHODS[method][0]] = [
+            _cell([gain(*pair) for pair in pairs], 3), f"{100 * median(cover):.1f} %",
+            str(sum(_inside(value, INSIDE) for value in cover)), _cell([ratio(*pair, "width") for pair in pairs], 2),
+            _cell(seconds, 1),
+        ]  # fmt: skip
+    return grid(["gain, nats", "coverage", "86 to 94 %", "width", "seconds"], lines, right=True)
+
+
 def gains_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     """Returns the gain in NLL over one noise variance, in nats: a row for each table."""
     base = found.get("one variance", {})
@@ -588,6 +603,7 @@ def _covers(rows: Seeds) -> str:
 
 
 def tables(results: Mapping[str, Row]) -> dict[str, str]:
-    """Returns medians over tables, and gains and coverage of each table, means over seeds."""
+    """Returns medians over tables, short and in full, and gains and coverage of each table, means over seeds."""
     found = collected(results)
-    return {"medians": medians(found), "gains": gains_by_table(found), "coverage": coverage_by_table(found)}
+    return {"summary": summary(found), "medians": medians(found), "gains": gains_by_table(found),
+            "coverage": coverage_by_table(found)}  # fmt: skip

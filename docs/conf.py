@@ -61,6 +61,8 @@ html_show_sourcelink = False
 PAGES = (
     (r"examples/tasks/(\w+)\.py", r"/tasks/\1.rst"),
     (r"examples/tasks/(?=\))", "/tasks/index.rst"),
+    (r"benchmarks/README\.md", "/benchmarks.md"),
+    (r"docs/([\w/-]+)\.md", r"/\1.md"),
     (r"papers/README\.md", "/papers/verdicts.md"),
     (r"papers/(\w+)/README\.md", r"/papers/\1.md"),
     (r"CHANGELOG\.md", "/changelog.md"),
@@ -73,6 +75,7 @@ def link_to_pages(app: Any, page: str, text: list[str]) -> None:
     for path, target in PAGES:
         text[0] = re.sub(rf"\]\((?:\.\./)+{path}", rf"]({target}", text[0])
     if page.startswith("tasks/"):
+        text[0] = text[0].replace("benchmarks/README.md", "docs/benchmarks.md")
         text[0] = re.sub(r"\bdocs/([\w/-]+)\.md", r":doc:`/\1`", text[0])
 
 

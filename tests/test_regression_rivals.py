@@ -65,5 +65,6 @@ def test_tables_compare_rows_of_the_same_seed() -> None:
     )
     assert "| `lw.fit(..., validation=)` | 2 | 0.300 | 0.100 | 1.000 | 85.0 % | 1 | 0 of 1 |" in found["medians"]
     assert "| split conformal (MAPIE) | 1 |  |  | 1.000 |" in found["medians"]
+    assert "| `lw.fit(..., validation=)` | 0.300 | 85.0 % | 1 | 1.00 | 1.5 |" in found["summary"]
     assert "| real estate | 2.000 | 0.100 |\n| concrete | 2.000 | 0.500 |" in found["gains"]
     assert "| concrete | 90 | 90 (90 80 90 90) |" in found["coverage"]

@@ -116,13 +116,26 @@ def test_every_task_has_its_table() -> None:
     for module in (answers, peers, positions_data):
         name = module.__name__.rpartition(".")[2]
         assert all(f"<!-- table of {name}: {part} -->" in text for part in module.parts())
-    assert len(MARKED) == 10
+    assert len(MARKED) == 5
 
 
-@pytest.mark.parametrize("picture", ["defaults"])
+@pytest.mark.parametrize("picture", ["defaults", "line", "line_prior", "line_classes"])
 def test_no_picture_is_older_than_its_results(picture: str) -> None:
+    name = picture.partition("_")[0]
     found = drawing.sources(command.HOME / "figures" / f"{picture}.png")
-    assert found == {f"{picture}.json": drawing.digest(str(command.HOME / f"{picture}.py"))}
+    assert found == {f"{name}.json": drawing.digest(str(command.HOME / f"{name}.py"))}
+
+
+def test_pictures_of_the_page_on_posteriors_show_what_it_says() -> None:
+    """In a gap the band is wide, and mutual information tells the gap from labels that overlap; entropy does not."""
+    curve, found = stored("line")["curve"], stored("line")["classes"]
+    deviations = dict(zip(curve["grid"], curve["of weights"], strict=True))
+    assert deviations[0.0] > 5 * deviations[-2.0]
+    middle = len(found["grid"]) // 2 - 6  # between the overlap on the left and the gap on the right, at -0.5
+    entropy, information = ([max(found[score][:middle]), max(found[score][middle:-30])]
+                            for score in ("entropy", "mutual information"))  # fmt: skip
+    assert entropy == pytest.approx([math.log(2)] * 2, abs=0.01)
+    assert information[1] > 5 * information[0]
 
 
 def test_the_counts_of_convolutions_are_ratios() -> None:
@@ -138,7 +151,7 @@ def families(name: str) -> dict[str, dict[str, summary.Row]]:
 
 @pytest.mark.parametrize("name", ["defaults_best", "defaults_best_large"])
 def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
-    page = (DOCS / "defaults.md").read_text(encoding="utf-8")
+    page = (command.HOME / "README.md").read_text(encoding="utf-8")
     arms = ("default", "validated", "last-layer", "diagonal", "kfac", "ella", "best")
     for family, of in families(name).items():
         row = " | ".join(f"{of[arm]['nll']:.3f}" for arm in arms)
@@ -146,7 +159,7 @@ def test_the_best_of_all_methods_is_that_of_the_results(name: str) -> None:
 
 
 def test_the_methods_of_classifiers_are_those_of_the_results() -> None:
-    page = (DOCS / "defaults.md").read_text(encoding="utf-8")
+    page = (command.HOME / "README.md").read_text(encoding="utf-8")
     for family, of in families("defaults_best_classes").items():
         cells = [f"{of['default']['cells']}", f"{of['default']['nll']:.3f}", f"{of['validated']['nll']:.3f}"]
         for arm in ("last-layer", "diagonal", "kfac", "ella"):

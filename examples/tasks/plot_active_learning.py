@@ -82,7 +82,7 @@ plt.show()
 # -----------
 #
 # - **Entropy is often as good.** The two scores differ only for ambiguous inputs, and few digits are ambiguous. The
-#   accuracies are in docs/training.md.
+#   accuracies are in benchmarks/README.md.
 # - **Leave the prior precision to the default tuning.** With a prior as weak as the weight decay of the training
 #   nearly all images have the largest possible mutual information, and the score hardly tells them apart.
 # - **A batch of 20 is scored one by one,** so some of its images tell the network the same.

@@ -74,6 +74,6 @@ plt.show()
 # - **Few held-out samples, or many classes.** A map has C (C + 1) numbers. It is then shrunken so far that it changes
 #   little, or left out. On 17 networks the mean NLL is 0.6098 with ``validation=`` and 0.6074 with the map. The
 #   calibrator of the package probmetrics after ``validation=`` has 0.6078. It is better on seven of the networks:
-#   docs/defaults.md.
+#   benchmarks/README.md.
 # - **A reason that you know.** If the network was trained on resampled data, subtract the known offset instead:
 #   docs/likelihoods.md.

@@ -64,5 +64,5 @@ plt.show()
 # - **Augmentation in the loader.** Turn random augmentation off for the fit: the posterior is that of the images it
 #   is shown.
 # - **All weights of a convolution network.** Write ``lw.KFAC()`` as the third argument. For a ResNet-20 a pass of the
-#   fit costs 21 forward passes, and a prediction 34: docs/how-it-works.md has the table.
+#   fit costs 21 forward passes, and a prediction 34: benchmarks/README.md has the table.
 # - **A pretrained trunk.** Nothing changes: the default treats the last layer, whatever lies below.

@@ -124,4 +124,4 @@ plt.show()
 #   they are affordable, and the sampled ones have their largest error.
 # - **Evidences.** Compare them only between fits with the same ``fisher``.
 # - **More than 1 000 outputs.** There is nothing to write, because ``lw.KFAC()`` then samples by itself. Costs of a
-#   wider network are in docs/many-outputs.md.
+#   wider network are in benchmarks/README.md.

@@ -71,4 +71,4 @@ plt.show()
 # - **Few images, many pixels.** Pixels of one image are alike, so held-out data of three images show less than their
 #   number of pixels suggests.
 # - **Logits that are upsampled** make an exact prediction expensive: let ``forward=`` return the logits before the
-#   upsampling. The lines are in docs/gotchas.md.
+#   upsampling. The lines are in docs/positions.md.

@@ -70,4 +70,4 @@ plt.show()
 # -----------
 # A network with few outputs needs no shortcut: the exact variances of 10 outputs cost about 20 passes, and those of a
 # last layer next to nothing. Ranks stay below one for deep convolution networks, .81 for a ResNet-20:
-# docs/deployment.md has a table.
+# benchmarks/README.md has a table.

@@ -101,5 +101,5 @@ plt.show()
 #
 # - **Any posterior but a last layer** is deployed by ``lw.Streamlined()``, whose variances are approximate. The example
 #   inputs, at least 8, give them the level of ``posterior.predict``; with fewer pass ``data=(x, y)``. Compare both on a
-#   batch first, by ``posterior.predict(x, via=predictor.via)``. The operations and costs are in docs/deployment.md.
+#   batch first, by ``posterior.predict(x, via=predictor.via)``. Costs are in docs/deployment.md.
 # - **Outputs with positions** cannot be deployed.

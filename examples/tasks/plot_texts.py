@@ -120,7 +120,7 @@ plt.show()
 # -----------
 #
 # - **Out-of-distribution texts.** Uncertainty finds them less well than out-of-distribution images: of twelve text
-#   networks five rank such texts at least as well as the network alone. The numbers are in docs/defaults.md.
+#   networks five rank such texts at least as well as the network alone. The numbers are in benchmarks/README.md.
 # - **Hugging Face:** ``lapwing.integrations.huggingface`` reads its batches and heads. LoRA by PEFT is in
 #   docs/integrations/huggingface.md. Its table compares adapters and cores of a GPT-2 with a temperature and with
 #   training-free draws of the low-rank factors (arXiv 2412.05723). There the error bars hardly improve the NLL.

@@ -1,6 +1,6 @@
 """The width of a regression without held-out data: leave-one-out predictions of the exact linearised model.
 
-`docs/width.md` derives it, with the names of the functions and constants.
+`docs/width.md` has the reasons.
 """
 
 from __future__ import annotations
