@@ -71,6 +71,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.compare, {"posteriors": {"one": POSTERIOR}, "loader": [(X, Y)], "repeats": 1}),
     (lw.propagate, {"model": NETWORK, "inputs": lw.Uncertain(X, 0.1)}),
     (lw.scale_factor, {"posterior": POSTERIOR, "loader": [(X, Y)], "via": lw.Linearized()}),
+    (lw.amortize, {"posterior": POSTERIOR, "loader": [(X, Y)], "unlabelled": X}),
     (lw.deploy, {"posterior": POSTERIOR, "x": X}),
     (lw.MeanField.from_variances, {"model": NETWORK, "variances": {}, "loader": [(X, Y)]}),
     (lw.SWAG.from_snapshots, {"snapshots": SNAPSHOTS, "loader": [(X, Y)]}),

@@ -36,13 +36,13 @@ from ..tangent.retry import entry
 log = logging.getLogger("lapwing")
 
 EXACT = Linearized()
-MOST_OUTPUTS, ROWS, LEAST_ROWS = 20, 4_000, 100
+HEAD_OUTPUTS, HEAD_ROWS, HEAD_FEWEST = 20, 4_000, 100
 """Maximum number of outputs; maximum number of rows of the data, and of unlabelled ones; minimum number of both."""
-LEFT_OUT, WITHIN = 0.2, 0.99
+HEAD_LEFT_OUT, HEAD_WITHIN = 0.2, 0.99
 """Part of the rows that the head does not see; part of these within the limit of the guard."""
-WIDTH, STEPS, BATCH, RATE = 128, 8_000, 512, 3e-3
+HEAD_WIDTH, HEAD_STEPS, HEAD_BATCH, HEAD_RATE = 128, 8_000, 512, 3e-3
 """Width of the two hidden layers of the head; steps of AdamW, their rows, and the largest rate."""
-JITTER, SMALLEST, LARGEST_Z, RIDGE = 1e-4, 1e-30, 30.0, 1e-3
+HEAD_JITTER, HEAD_SMALLEST, HEAD_LARGEST_Z, HEAD_RIDGE = 1e-4, 1e-30, 30.0, 1e-3
 """Added to correlations; least variance; largest standardised feature; added to the features' variances of 1."""
 GOOD_RATIO, GOOD_RANK = (0.9, 1.1), 0.9
 """Range of the ratio, and least rank correlation, at the left-out rows; otherwise a warning is logged."""
@@ -56,7 +56,7 @@ class Agreement(NamedTuple):
     beyond: float  # part of the inputs beyond the guard
 
 
-class Head(nn.Module):
+class VarianceHead(nn.Module):
     """A small network from rows z (B, D) to covariances (B, C, C), and the guard of its domain.
 
     It predicts the log variances, and the rows of a Cholesky factor of the correlations, which are normalised.
@@ -64,7 +64,7 @@ class Head(nn.Module):
 
     def __init__(self, rows: Tensor, codes: Tensor, known: Tensor, left_out: Tensor, outputs: int) -> None:
         super().__init__()
-        self.outputs, sizes = outputs, (rows.shape[1], WIDTH, WIDTH, codes.shape[1])
+        self.outputs, sizes = outputs, (rows.shape[1], HEAD_WIDTH, HEAD_WIDTH, codes.shape[1])
         first, second, last = (nn.Linear(*pair) for pair in pairwise(sizes))
         self.layers = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last).to(rows.device)
         spread = rows.std(0)
@@ -74,17 +74,17 @@ class Head(nn.Module):
         z = self.standardised(known)
         self.mean = z.mean(0)
         values, vectors = symmetric_eigen((z - self.mean).T @ (z - self.mean) / len(z))
-        self.whitening = (vectors * (values + RIDGE).rsqrt()).to(z)
-        self.limit = self.distance(left_out).quantile(WITHIN)
+        self.whitening = (vectors * (values + HEAD_RIDGE).rsqrt()).to(z)
+        self.limit = self.distance(left_out).quantile(HEAD_WITHIN)
         self._fit(self.standardised(rows), (codes - self.middle) / self.width)
 
     def _fit(self, z: Tensor, wanted: Tensor) -> None:
         """Minimises the mean squared error of standardised codes, by AdamW with one cycle of the rate."""
         generator = torch.Generator().manual_seed(0)
-        optimiser = torch.optim.AdamW(self.parameters(), RATE, weight_decay=1e-4)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, STEPS)
-        for _ in range(STEPS):
-            some = torch.randint(len(z), (BATCH,), generator=generator).to(z.device)
+        optimiser = torch.optim.AdamW(self.parameters(), HEAD_RATE, weight_decay=1e-4)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, HEAD_RATE, HEAD_STEPS)
+        for _ in range(HEAD_STEPS):
+            some = torch.randint(len(z), (HEAD_BATCH,), generator=generator).to(z.device)
             optimiser.zero_grad()
             F.mse_loss(self.layers(z[some]), wanted[some]).backward()
             optimiser.step()
@@ -92,7 +92,7 @@ class Head(nn.Module):
         self.requires_grad_(False)
 
     def standardised(self, rows: Tensor) -> Tensor:
-        return ((rows - self.centre) * self.scale).clamp(-LARGEST_Z, LARGEST_Z)
+        return ((rows - self.centre) * self.scale).clamp(-HEAD_LARGEST_Z, HEAD_LARGEST_Z)
 
     def distance(self, rows: Tensor) -> Tensor:
         """Returns the squared Mahalanobis distance to the known rows, (B,)."""
@@ -113,9 +113,9 @@ class Head(nn.Module):
 
 def codes_of(covariance: Tensor) -> Tensor:
     """Returns the log variances and the entries of the correlations' Cholesky factor, (B, C (C + 3)/2)."""
-    variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(SMALLEST)
+    variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(HEAD_SMALLEST)
     scale, size = variance.rsqrt(), covariance.shape[1]
-    correlations = covariance * scale[:, :, None] * scale[:, None] + JITTER * torch.eye(size).to(covariance)
+    correlations = covariance * scale[:, :, None] * scale[:, None] + HEAD_JITTER * torch.eye(size).to(covariance)
     row, column = torch.tril_indices(size, size)
     factor = torch.linalg.cholesky_ex(correlations).L[:, row, column]
     return torch.cat([variance.log(), factor], 1).float()
@@ -139,7 +139,7 @@ class Amortized(Way):
         agreement: how well it agrees at rows that it has not seen.
     """
 
-    head: Head
+    head: VarianceHead
     layer: str
     centred: bool
     posterior: Tensor
@@ -229,7 +229,8 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
     _check_posterior(posterior)
     tangent = posterior.tangent
     data, generator = Data.of(loader, posterior), torch.Generator().manual_seed(0)
-    share = min(1.0, ROWS / (data.expected_size or ROWS))
+    batches.check_loader(data.loader, "lw.amortize")
+    share = min(1.0, HEAD_ROWS / (data.expected_size or HEAD_ROWS))
     labelled = _some((samples.inputs for samples in checked(data, tangent.device)), share, generator)
     more = () if unlabelled is None else _some(_batches(tangent, unlabelled), 1.0, generator)
     layer, centred = last_layer_of(tangent), posterior.likelihood.activation == "softmax"
@@ -244,25 +245,25 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
             pairs.append((rows, exact(tangent, posterior.covariance, inputs, centred)))
 
     parts = [*labelled, *more]
-    rounds = max(1, ROWS // max(1, sum(inputs.samples for inputs in parts)))
+    rounds = max(1, HEAD_ROWS // max(1, sum(inputs.samples for inputs in parts)))
     for inputs in parts:
-        out = torch.rand(inputs.samples, generator=generator) < LEFT_OUT
+        out = torch.rand(inputs.samples, generator=generator) < HEAD_LEFT_OUT
         kept = inputs.take((~out).nonzero()[:, 0])
         add(known, kept)
         add(left_out, inputs.take(out.nonzero()[:, 0]))
         for other in (other for _ in range(rounds) for other in _corrupted(kept, generator)):
             add(corrupted, other)
     count = sum(len(rows) for rows, _ in known + left_out)
-    if count < LEAST_ROWS:
+    if count < HEAD_FEWEST:
         raise LapwingError(
-            f"lw.amortize learns from {count} inputs, and needs {LEAST_ROWS}. Pass the training data, and inputs "
+            f"lw.amortize learns from {count} inputs, and needs {HEAD_FEWEST}. Pass the training data, and inputs "
             "without targets as unlabelled=."
         )
     # 2. the head, and how well it does at the left-out rows
     (rows, wanted), (new, wanted_new) = map(_joined, (known + corrupted, left_out))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        head = Head(rows, codes_of(wanted), torch.cat([rows for rows, _ in known]), new, tangent.outputs)
+        head = VarianceHead(rows, codes_of(wanted), torch.cat([rows for rows, _ in known]), new, tangent.outputs)
     found = agreement(head, new, wanted_new)
     low, high = GOOD_RATIO
     log.log(
@@ -295,7 +296,7 @@ def exact(tangent: Tangent, covariance: Covariance, inputs: Inputs, centred: boo
     return found
 
 
-def agreement(head: Head, rows: Tensor, wanted: Tensor) -> Agreement:
+def agreement(head: VarianceHead, rows: Tensor, wanted: Tensor) -> Agreement:
     """Returns how well the variances of a head agree with covariances (B, C, C) at rows (B, D)."""
     within = ~head.beyond(rows)
     beyond = 1 - float(within.double().mean())
@@ -304,7 +305,7 @@ def agreement(head: Head, rows: Tensor, wanted: Tensor) -> Agreement:
     found = doubled(head(rows[within])[0])
     variance = wanted[within].diagonal(dim1=1, dim2=2)
     ranked = torch.stack([part.sum(1).argsort().argsort().double() for part in (found, variance)])
-    ratio = float(found.sum() / variance.sum().clamp_min(SMALLEST))
+    ratio = float(found.sum() / variance.sum().clamp_min(HEAD_SMALLEST))
     return Agreement(ratio, float(torch.corrcoef(ranked)[0, 1]), beyond)
 
 
@@ -327,8 +328,8 @@ def _batches(tangent: Tangent, x: Any) -> Iterator[Inputs]:
 
 
 def _some(parts: Iterable[Inputs], share: float, generator: torch.Generator) -> Iterator[Inputs]:
-    """Yields about a share of the samples, and no more than `ROWS` in all."""
-    left = ROWS
+    """Yields about a share of the samples, and no more than `HEAD_ROWS` in all."""
+    left = HEAD_ROWS
     for inputs in parts:
         chosen = (torch.rand(inputs.samples, generator=generator) < share).nonzero()[:left, 0]
         left -= len(chosen)
@@ -374,10 +375,10 @@ def _check_posterior(posterior: Any) -> None:
             "lw.amortize(lw.fit(model, loader), loader)."
         )
     tangent, name = posterior.tangent, type(posterior.model).__name__
-    if tangent.positions.several or tangent.outputs > MOST_OUTPUTS:
+    if tangent.positions.several or tangent.outputs > HEAD_OUTPUTS:
         what = "have positions" if tangent.positions.several else f"are {tangent.outputs} for each input"
         raise LapwingError(
-            f"The outputs of {name} {what}, and lw.amortize learns the variances of up to {MOST_OUTPUTS} outputs "
+            f"The outputs of {name} {what}, and lw.amortize learns the variances of up to {HEAD_OUTPUTS} outputs "
             "without positions. Predict with via=lw.Streamlined(), or treat the last layer alone: "
             "lw.fit(model, loader, params=lw.last_layer)."
         )

@@ -17,8 +17,8 @@ from lapwing.tuning.amortized import Amortized, codes_of, product
 @pytest.fixture(autouse=True)
 def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the rows, and a tenth of the steps: enough for small networks."""
-    monkeypatch.setattr(amortized, "ROWS", 1000)
-    monkeypatch.setattr(amortized, "STEPS", 800)
+    monkeypatch.setattr(amortized, "HEAD_ROWS", 1000)
+    monkeypatch.setattr(amortized, "HEAD_STEPS", 800)
 
 
 def inputs(count: int, seed: int) -> Tensor:
@@ -167,7 +167,7 @@ def test_unlabelled_inputs_widen_the_guard() -> None:
 
 def test_a_poor_head_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     posterior, _ = fitted("mean")
-    monkeypatch.setattr(amortized, "STEPS", 3)
+    monkeypatch.setattr(amortized, "HEAD_STEPS", 3)
     lw.amortize(posterior, (inputs(400, 1), inputs(400, 2)[:, :1]))
     assert [one.levelname for one in caplog.records if "times the exact ones" in one.getMessage()] == ["WARNING"]
 
