@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -53,7 +53,7 @@ def trace(
 
     `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists, and the features of `layer`
     (see `features_at`; None: no features), to results. With `linearised` only the last layer may be uncertain, as for
-    `Linearized`. The score of `novelty` is one more result.
+    `Linearized`. The score or p-value of `novelty` is one more result.
     """
     inputs = Inputs.of(inputs, tangent.device)
     inputs = _with_distinct_lengths(inputs.with_leaves({place: x.detach() for place, x in enumerate(inputs.leaves)}))
@@ -172,7 +172,7 @@ class Run(nn.Module):
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.layer, self.of_noise = layer, graph.output
         if layer:
-            self.of_noise = _equal_value(values, features_at(tangent, layer, inputs)) or _no_features(tangent, layer)
+            self.of_noise = _features_at(tangent, layer, values, inputs)
 
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         """Returns means, `moments_of` the latent, the values of the network's calls by name, and further outputs."""
@@ -187,7 +187,11 @@ class Run(nn.Module):
         results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)), of_noise)
         if self.novelty is None:
             return (*results, *more)
-        return (*results, *more, self.novelty.score(mean_of(values[self.features])).to(self.dtype))
+        score = self.novelty.score(mean_of(values[self.features]))
+        if self.novelty.held_out is None:
+            return (*results, *more, score.to(self.dtype))
+        doubts = results[-1:] if self.novelty.posterior is not None else ()  # the mutual information comes last
+        return (*results, *more, self.novelty.joined([*doubts, score]))
 
 
 class AmortizedRun(Run):
@@ -200,8 +204,7 @@ class AmortizedRun(Run):
         super().__init__(graph, values, inputs, observe, kinds, tangent, novelty, layer)
         self.head, self.inputs, self.read = way.head, inputs, graph.output
         if way.layer:
-            found = _equal_value(values, features_at(tangent, way.layer, inputs))
-            self.read = found or _no_features(tangent, way.layer)
+            self.read = _features_at(tangent, way.layer, values, inputs)
 
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         inputs = self.inputs.with_leaves(dict(enumerate(leaves)))
@@ -268,30 +271,30 @@ class StreamlinedRun(Run):
 
 def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> str:
     """Returns the name of the value that equals the features of a detector."""
-    name = _equal_value(values, features_of(novelty.tangent, inputs))
-    if name is not None:
-        return name
-    raise LapwingError(
-        "No exported tensor has the features of novelty=. If the detector is of another network, write "
-        "novelty=lw.novelty(posterior.model, loader). Otherwise deploy without it, and call detector(x) too."
+    instead = (
+        "the features of novelty=. If the detector is of another network, write novelty=lw.novelty(posterior.model, "
+        "loader). Otherwise deploy without it, and call detector(x) too."
     )
+    return _equal_value(values, features_of(novelty.tangent, inputs), instead)
 
 
-def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
-    """Returns the name of the last value that equals a tensor, or None: a ReLU may equal its input at the example."""
+def _features_at(tangent: Tangent, layer: str, values: Mapping[str, Any], inputs: Inputs) -> str:
+    """Returns the name of the value that equals the inputs of a layer."""
+    instead = (
+        f"the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of each input, or an "
+        "amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write lw.deploy(posterior, x, "
+        "outputs='latent'); and leave out via=."
+    )
+    return _equal_value(values, features_at(tangent, layer, inputs), instead)
+
+
+def _equal_value(values: Mapping[str, Any], wanted: Tensor, instead: str) -> str:
+    """Returns the name of the last value that equals a tensor: a ReLU may equal its input at the example."""
     for name, value in reversed(list(values.items())):
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
         if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
             return name
-    return None
-
-
-def _no_features(tangent: Tangent, layer: str) -> NoReturn:
-    raise LapwingError(
-        f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of "
-        "each input, or an amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write "
-        "lw.deploy(posterior, x, outputs='latent'); and leave out via=."
-    )
+    raise LapwingError(f"No exported tensor has {instead}")
 
 
 def _end(program: Program) -> tuple[Step, ...]:
