@@ -194,8 +194,7 @@ def compare(
             and "name: AUROC by entropy": how well mutual information and entropy separate it from the held-out inputs.
         score: the score of "name: FPR95" and "name: AUPR": "mutual_information", "entropy", or "confidence" for 1 minus
             the largest probability. A regression has the first two, of Gaussian outputs with the predicted variances.
-            A detector of `lw.novelty` adds "name: AUROC by detector", the same in all rows, and with held-out data the
-            share of its alarms. Not used without `foreign`.
+            A detector of `lw.novelty` adds "name: AUROC by detector" and notes its alarms. Not used without `foreign`.
         fit_seconds: name -> seconds of the fit, for the column "fit s".
         repeats: number of timings of each batch; the fastest counts.
         sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are ignored: every sample

@@ -81,7 +81,7 @@ class Predictions:
         scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
             `foreign=`. A network alone has no mutual information.
         foreign: name of an out-of-distribution set -> score -> uncertainty of each of its inputs (M,).
-        p_values: likewise -> p-value of each input, and "" -> of each held-out input, by a detector with held-out data.
+        p_values: likewise -> p-values of a detector with held-out data, and "" -> those of the held-out inputs.
     """
 
     log_prob: np.ndarray
@@ -341,8 +341,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) 
 def with_novelty(row: Evaluated, scores: Scores, p_values: Scores) -> Evaluated:
     """Returns a row with scores and p-values of a detector: of each out-of-distribution set, and of held-out inputs."""
     sets = {name: others | {"novelty": scores[name]} for name, others in row.foreign.items()}
-    known = row.known | {"novelty": scores[""]}
-    return replace(row, score="novelty", known=known, foreign=sets, p_values=p_values)
+    return replace(row, score="novelty", known=row.known | {"novelty": scores[""]}, foreign=sets, p_values=p_values)
 
 
 def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:

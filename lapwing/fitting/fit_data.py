@@ -124,10 +124,7 @@ class FitData:
 
 
 def share_of_known(held_out: Data, training: Data) -> float:
-    """Returns the share of held-out samples that are training samples, by the keys of the passes over both.
-
-    It is 0 if training samples repeat about as often.
-    """
+    """Returns the share of held-out samples that are training samples, or 0 if training samples repeat as often."""
     every = ranks.gathered("the keys", (held_out.row_keys, training.row_keys, held_out.source is training.source))
     known, keys = (torch.cat(part) for part in list(zip(*every, strict=True))[:2])
     values, counts = keys.unique(return_counts=True)

@@ -40,7 +40,6 @@ from .fit_data import share_of_known
 
 log = logging.getLogger("lapwing")
 
-Score = Literal["mahalanobis", "knn"]
 NEIGHBOURS = 50  # number k of the neighbour whose distance counts: the choice of Sun et al. 2022 for CIFAR-10
 IGNORED = -100  # label of samples that do not count, as in `torch.nn.functional.cross_entropy`
 RIDGE = 1e-6  # share of the mean variance of the features that is added to covariances, which may be singular
@@ -54,17 +53,13 @@ class Novelty:
     model)` reads it, with the posterior in place of the network if the detector has one.
     """
 
-    by: Score
+    by: Literal["mahalanobis", "knn"]
     tangent: Tangent  # the network, which must keep its weights, and its last layer
     tensors: dict[str, Tensor]  # the numbers that the score reads
     stamp: Stamp
     posterior: Posterior | None = None  # its doubt is a score before the novelty
     held_out: Tensor | None = None  # the K scores of n held-out inputs, (K, n), each row in rising order
-
-    @property
-    def model(self) -> nn.Module:
-        """The network."""
-        return self.tangent.model
+    model = property(lambda self: self.tangent.model)
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
@@ -77,8 +72,7 @@ class Novelty:
             return scores[0]
         std, mean = torch.std_mean(self.held_out, 1, correction=0, keepdim=True)
         far = ((torch.stack([*map(doubled, scores)]) - mean) / std.clamp_min(1e-300)).amax(0)
-        share = 0.5 + far.atan() / torch.pi  # in (0, 1)
-        return 1 - self._p_values(scores).amin(0) + share / (self.held_out.shape[1] + 1)
+        return 1 - self._p_values(scores).amin(0) + (0.5 + far.atan() / torch.pi) / (self.held_out.shape[1] + 1)
 
     @outside_modes
     def p_value(self, x: Any) -> Tensor:
@@ -105,15 +99,10 @@ class Novelty:
         p, (scores, rows) = self.p_value(x), self.held_out.shape  # type: ignore[union-attr]
         needed = math.ceil(round(scores / rate, 6)) - 1  # rows with which the least p-value is below the rate
         if rows < needed:
-            raise LapwingError(
-                f"alarm(rate={rate:.4g}) needs {needed} held-out rows, and the detector has {rows}. Pass more, or a "
-                f"rate of at least {scores / (rows + 1):.2g}."
-            )
+            raise LapwingError(f"alarm(rate={rate:.4g}) needs {needed} held-out rows, not {rows}: pass more.")
         if rows + 1 < 10 * (needed + 1):
-            log.warning(
-                "An alarm at rate %.3g depends on fewer than 10 of the %d held-out rows, so the true rate may be off "
-                "by a third and more. Pass %d held-out rows.", rate, rows, 10 * needed + 9,
-            )  # fmt: skip
+            text = "Fewer than 10 of %d held-out rows decide alarms at rate %.3g, which may be off by a third. Pass %d."
+            log.warning(text, rows, rate, 10 * needed + 9)
         return p <= rate
 
     @outside_modes
@@ -126,11 +115,11 @@ class Novelty:
         check_flag("why", "maps", maps)
         p = self._p_values(self._scores(x))
         found = dict(zip(("doubt", "novelty")[-len(p) :], p, strict=True))
-        if not maps:
-            return found
-        if self.posterior is None or batches.is_loader(x):
-            raise LapwingError("maps=True needs the detector of a posterior and one batch. Write why(x) otherwise.")
-        return found | {"doubt": self._p_values([doubt(self.posterior, x)])[0]}
+        if maps:
+            if self.posterior is None or batches.is_loader(x):
+                raise LapwingError("maps=True needs the detector of a posterior and one batch. Write why(x) otherwise.")
+            found["doubt"] = self._p_values([doubt(self.posterior, x)])[0]
+        return found
 
     def joined(self, scores: Sequence[Tensor]) -> Tensor:
         """Returns the p-values (B,) of inputs with these K scores (B,)."""
@@ -228,19 +217,18 @@ def _inputs_of(batch: Any) -> Any:
 def novelty(
     model: nn.Module | Posterior,
     loader: Any,
-    by: Score | None = None,
+    by: Literal["mahalanobis", "knn"] | None = None,
     *,
     held_out: Any = None,
     forward: Forward | None = None,
 ) -> Novelty:
     """Fits a detector of inputs that are unlike the training data, with a false-alarm rate that one can choose.
 
-    The score of a network is its novelty: *unlike anything seen*. A posterior adds its doubt, the mutual information
-    between y and the weights: *seen, but undecided*. With held-out data each score has a p-value, and an input is as
-    strange as the smaller one: see `p_value`, `alarm` and `why` of the detector.
+    The score of a network is its novelty: *unlike anything seen*. A posterior adds its doubt, the mutual information of
+    y and the weights: *seen, but undecided*. With held-out data each score has a p-value, and the smaller one decides:
+    see `p_value`, `alarm` and `why` of the detector.
 
-    z are the features of an input: what reaches the last layer, averaged over positions. This layer must be linear or a
-    convolution.
+    z are the features: the inputs of the last layer, which must be linear or a convolution, averaged over positions.
 
     - "mahalanobis": distance to the nearest class, minus distance to all data (relative Mahalanobis distance):
       `min_c (z-μ_c)ᵀ Σ⁻¹ (z-μ_c) - (z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`, with the class means μ_c, their pooled covariance Σ, and
@@ -310,8 +298,7 @@ def novelty(
 def doubt(posterior: Posterior, x: Any, via: Way | None = None) -> Tensor:
     """Returns the mutual information between y and the weights in nats, (B,), or (B, ...) at positions.
 
-    For real y it is `½ Σ_c log(1 + v_c/σ_c²)` with the variance v of f and one noise σ_c² for all inputs: a noise that
-    depends on the input also grows far from the data, and would hide it.
+    Real y have one noise for all inputs here: one that depends on the input also grows far from the data.
     """
     via = posterior.aim.via if via is None and posterior.aim is not None else via
     return predicted(posterior.likelihood, posterior.latent(x, via)).uncertainty("mutual_information").detach()

@@ -327,10 +327,7 @@ class RealPrediction(Prediction):
         return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(outputs)
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns the mutual information or the entropy of Gaussian outputs with these variances, (B,), in nats.
-
-        Summed over outputs, `½ log(1 + epistemic / aleatoric)` and, without its constant, `½ log variance`.
-        """
+        """Returns `½ Σ_c log(1 + epistemic / aleatoric)` as mutual information, else `½ Σ_c log variance`, (B,)."""
         ratio = self.epistemic_variance / self.aleatoric_variance.clamp_min(1e-30)
         logs = ratio.log1p() if score == "mutual_information" else self.variance.log()
         return 0.5 * logs[:, None].flatten(1).sum(1)

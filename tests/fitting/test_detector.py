@@ -132,13 +132,13 @@ def test_no_more_alarms_than_the_rate_if_each_input_is_left_out_in_turn() -> Non
 
 def test_a_rate_that_the_held_out_rows_cannot_resolve(caplog: Any) -> None:
     detector = lw.novelty(classes(), (X, Y), held_out=HELD)
-    with pytest.raises(lw.LapwingError, match=r"rate=0.03\) needs 66 held-out rows, and the detector has 60"):
+    with pytest.raises(lw.LapwingError, match=r"rate=0.03\) needs 66 held-out rows, not 60"):
         detector.alarm(NEW, 0.03)
     assert not caplog.records
     assert detector.alarm(NEW, 2 / 61).dtype == torch.bool
     detector.alarm(NEW, 0.3)
     assert len(caplog.records) == 1  # warnings that differ in their numbers are one
-    assert "Pass 609 held-out rows" in caplog.text
+    assert "Pass 609." in caplog.text
     detector.alarm(NEW, 20 / 61)
     for rate in (0.0, 1.0, "5 %"):
         with pytest.raises(lw.LapwingError, match="a number between 0 and 1"):
