@@ -84,7 +84,7 @@ class Novelty:
         Raises:
             LapwingError: if the detector has no held-out data, or x is invalid.
 
-        Source: Bates et al. 2023, Testing for Outliers with Conformal p-values, equation 3; Bonferroni's inequality.
+        Source: Bates et al. 2023, Testing for Outliers with Conformal p-values, for one score; Bonferroni for several.
         """
         return self.joined(self._scores(x))
 
