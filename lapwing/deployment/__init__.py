@@ -70,8 +70,7 @@ def deploy(
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
-        novelty: detector of `lw.novelty` for the same network. Its score (B,) is the last output, "novelty", or with
-            held-out data its "p_value". One of a posterior needs outputs="scores", and mostly a treated last layer.
+        novelty: detector of `lw.novelty` for the same network. Its "novelty" or "p_value" (B,) is the last output.
         data: training or held-out data, (x, y) or a loader, for the factor if the example has fewer than 8 inputs.
 
     Raises:
@@ -118,8 +117,7 @@ def deploy(
         if outputs != "scores" or not torch.allclose(mine, theirs, rtol=0.01, atol=1e-6):
             raise LapwingError(
                 f"A network deployed by via={shown(via)} with outputs={outputs!r} has not the doubt of this detector. "
-                "Write outputs='scores' for a posterior of the last layer, by params=lw.last_layer, or "
-                "novelty=lw.novelty(posterior.model, loader, held_out=held_out)."
+                "Write outputs='scores' for a posterior of the last layer, or novelty=lw.novelty(posterior.model, ...)."
             )
     layer = None if outputs == "latent" else posterior.likelihood.features_read
     traced = trace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -172,7 +172,7 @@ class Run(nn.Module):
         self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
         self.layer, self.of_noise = layer, graph.output
         if layer:
-            self.of_noise = _features_at(tangent, layer, values, inputs)
+            self.of_noise = _equal_value(values, features_at(tangent, layer, inputs)) or _no_features(tangent, layer)
 
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         """Returns means, `moments_of` the latent, the values of the network's calls by name, and further outputs."""
@@ -204,7 +204,8 @@ class AmortizedRun(Run):
         super().__init__(graph, values, inputs, observe, kinds, tangent, novelty, layer)
         self.head, self.inputs, self.read = way.head, inputs, graph.output
         if way.layer:
-            self.read = _features_at(tangent, way.layer, values, inputs)
+            found = _equal_value(values, features_at(tangent, way.layer, inputs))
+            self.read = found or _no_features(tangent, way.layer)
 
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         inputs = self.inputs.with_leaves(dict(enumerate(leaves)))
@@ -271,30 +272,30 @@ class StreamlinedRun(Run):
 
 def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> str:
     """Returns the name of the value that equals the features of a detector."""
-    instead = (
-        "the features of novelty=. If the detector is of another network, write novelty=lw.novelty(posterior.model, "
-        "loader). Otherwise deploy without it, and call detector(x) too."
+    name = _equal_value(values, features_of(novelty.tangent, inputs))
+    if name is not None:
+        return name
+    raise LapwingError(
+        "No exported tensor has the features of novelty=. If the detector is of another network, write "
+        "novelty=lw.novelty(posterior.model, loader). Otherwise deploy without it, and call detector(x) too."
     )
-    return _equal_value(values, features_of(novelty.tangent, inputs), instead)
 
 
-def _features_at(tangent: Tangent, layer: str, values: Mapping[str, Any], inputs: Inputs) -> str:
-    """Returns the name of the value that equals the inputs of a layer."""
-    instead = (
-        f"the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of each input, or an "
-        "amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write lw.deploy(posterior, x, "
-        "outputs='latent'); and leave out via=."
-    )
-    return _equal_value(values, features_at(tangent, layer, inputs), instead)
-
-
-def _equal_value(values: Mapping[str, Any], wanted: Tensor, instead: str) -> str:
-    """Returns the name of the last value that equals a tensor: a ReLU may equal its input at the example."""
+def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
+    """Returns the name of the last value that equals a tensor, or None: a ReLU may equal its input at the example."""
     for name, value in reversed(list(values.items())):
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
         if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
             return name
-    raise LapwingError(f"No exported tensor has {instead}")
+    return None
+
+
+def _no_features(tangent: Tangent, layer: str) -> NoReturn:
+    raise LapwingError(
+        f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of "
+        "each input, or an amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write "
+        "lw.deploy(posterior, x, outputs='latent'); and leave out via=."
+    )
 
 
 def _end(program: Program) -> tuple[Step, ...]:

@@ -49,8 +49,8 @@ RIDGE = 1e-6  # share of the mean variance of the features that is added to cova
 class Novelty:
     """A detector that `lw.novelty` makes: `detector(x)` (B,) is larger for stranger inputs of a batch or a loader.
 
-    With held-out data it has p-values and alarms. `detector.save(path)` writes a file, and `lw.Novelty.load(path,
-    model)` reads it, with the posterior in place of the network if the detector has one.
+    With held-out data it has p-values and alarms, and without them these raise a LapwingError. `detector.save(path)`
+    writes a file. `lw.Novelty.load(path, model)` reads it, with the posterior as the model if the detector has one.
     """
 
     by: Literal["mahalanobis", "knn"]
@@ -63,10 +63,7 @@ class Novelty:
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
-        """Returns the novelty (B,), or with a posterior the strangeness, `1 - min_k p_k`, in (0, 1).
-
-        Ties of the p-values are broken by less than `1/(n + 1)`, by the largest `(s_k - mean_k) / std_k` of held-out s.
-        """
+        """Returns the novelty (B,), or with a posterior `1 - min_k p_k`, with ties broken by standardised scores."""
         scores = self._scores(x)
         if self.posterior is None or self.held_out is None:
             return scores[0]
@@ -81,9 +78,6 @@ class Novelty:
         For inputs drawn as the held-out ones were, `P(p ≤ α) ≤ α`, in the mean over the draw of both: for given
         held-out rows it has a standard deviation of about `√(α/n)`. It does not hold if the known inputs drift.
 
-        Raises:
-            LapwingError: if the detector has no held-out data, or x is invalid.
-
         Source: Bates et al. 2023, Testing for Outliers with Conformal p-values, for one score; Bonferroni for several.
         """
         return self.joined(self._scores(x))
@@ -92,8 +86,7 @@ class Novelty:
     def alarm(self, x: Any, rate: float = 0.05) -> Tensor:
         """Returns whether the p-value is at most `rate`, (B,) of bool: true for at most this share of known inputs.
 
-        Raises:
-            LapwingError: as `p_value`, or if `rate` is not between 0 and 1, or below the least p-value, `K/(n + 1)`.
+        Raises a LapwingError for a rate that is not between 0 and 1, or below the least p-value, `K/(n + 1)`.
         """
         check_argument("alarm", "rate", rate, between(0, 1), "0.05")
         p, (scores, rows) = self.p_value(x), self.held_out.shape  # type: ignore[union-attr]
@@ -296,10 +289,8 @@ def novelty(
 
 
 def doubt(posterior: Posterior, x: Any, via: Way | None = None) -> Tensor:
-    """Returns the mutual information between y and the weights in nats, (B,), or (B, ...) at positions.
-
-    Real y have one noise for all inputs here: one that depends on the input also grows far from the data.
-    """
+    """Returns the mutual information of y and the weights in nats, (B, ...), with one noise of y for all inputs."""
+    # noise that depends on the input also grows far from the data, and would hide it
     via = posterior.aim.via if via is None and posterior.aim is not None else via
     return predicted(posterior.likelihood, posterior.latent(x, via)).uncertainty("mutual_information").detach()
 
