@@ -114,7 +114,7 @@ def fit_cases_alone(size: int, names: list[str]) -> dict[str, Any]:
 
 ORDER = torch.arange(40)
 LABELS = {
-    "mahalanobis": ORDER % 3, "knn": ORDER % 3, "one class": ORDER.double(),
+    "mahalanobis": ORDER % 3, "knn": ORDER % 3, "one class": ORDER.double(), "posterior": ORDER % 3,
     "a class of one rank": torch.where(ORDER == 39, 7, ORDER % 2),
     "all ignored on one rank": torch.where(ORDER < 21, -100, ORDER % 3),
 }  # fmt: skip
@@ -124,8 +124,12 @@ LABELS = {
 def scores(kind: str, size: int, join: Callable[[list[Batches]], Batches]) -> Tensor:
     """Returns the scores of a detector of the batches that `join` makes of the batches of all ranks."""
     every = shares((data(3, 40, 1)[0], LABELS[kind]), SHARES[size])
-    detector = lw.novelty(network(3), join(every), "knn" if kind == "knn" else "mahalanobis")
-    return detector(torch.linspace(-2, 2, 20, dtype=torch.float64).reshape(5, 4))
+    x = torch.linspace(-2, 2, 20, dtype=torch.float64).reshape(5, 4)
+    if kind == "posterior":
+        posterior = lw.fit(network(3), join(every), lw.KFAC(), prior_precision=1.0, progress=False)
+        held_out = join(shares(data(3, 15, 7), HELD_OUT[size]))
+        return lw.novelty(posterior, join(every), held_out=held_out).p_value(x)
+    return lw.novelty(network(3), join(every), "knn" if kind == "knn" else "mahalanobis")(x)
 
 
 def novelties(rank: int, size: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ MIXTURE = lw.mixture([POSTERIOR, FACTORS])
 REAL = torch.randn(8, 3)
 REGRESSION = lw.fit(NETWORK, [(X, REAL)], prior_precision=1.0)
 DETECTOR = lw.novelty(NETWORK, [(X, Y)])
+ALARM = lw.novelty(POSTERIOR, [(X, Y)], held_out=[(X + 1, Y)])
 SNAPSHOTS = lw.SWAG.collector(NETWORK)
 for _ in range(3):
     SNAPSHOTS.snapshot()
@@ -64,6 +65,10 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (lw.novelty, {"model": NETWORK, "loader": [(X, Y)]}),
     (lw.Novelty.load, {"path": "nowhere.safetensors", "model": NETWORK}),
     (DETECTOR.__call__, {"x": X}),
+    (lw.novelty, {"model": POSTERIOR, "loader": [(X, Y)], "held_out": [(X + 1, Y)]}),
+    (ALARM.alarm, {"x": X, "rate": 0.9}),
+    (ALARM.p_value, {"x": X}),
+    (ALARM.why, {"x": X}),
     (lw.mixture, {"posteriors": [POSTERIOR, FACTORS], "validation": [(X, Y)]}),
     (MIXTURE.predict, {"x": X}),
     (MIXTURE.save, {"folder": "nowhere/at/all"}),

@@ -21,6 +21,7 @@ from ..data.inputs import Inputs
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..fitting import Novelty
+from ..fitting.novelty import doubt
 from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
 from ..likelihoods.classwise import CLASSES
 from ..likelihoods.prediction_at_positions import predicted
@@ -69,7 +70,7 @@ def deploy(
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
-        novelty: detector of `lw.novelty` for the same network. Its score (B,) is the last output, named "novelty".
+        novelty: detector of `lw.novelty` for the same network. Its "novelty" or "p_value" (B,) is the last output.
         data: training or held-out data, (x, y) or a loader, for the factor if the example has fewer than 8 inputs.
 
     Raises:
@@ -111,12 +112,20 @@ def deploy(
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
     observe, returns, kinds, df = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
+    if novelty is not None and novelty.posterior is not None:
+        mine, theirs = doubt(posterior, example, via), doubt(novelty.posterior, example)
+        if outputs != "scores" or not torch.allclose(mine, theirs, rtol=0.01, atol=1e-6):
+            raise LapwingError(
+                f"A network deployed by via={shown(via)} with outputs={outputs!r} has not the doubt of this detector. "
+                "Write outputs='scores' for a posterior of the last layer, or novelty=lw.novelty(posterior.model, ...)."
+            )
     layer = None if outputs == "latent" else posterior.likelihood.features_read
     traced = trace(
         posterior.tangent, posterior.covariance, exported, example, observe, kinds, linearised, novelty, layer
     )  # fmt: skip
     returns += ("beyond",) if isinstance(exported, Amortized) else ()
-    return Predictor(traced, names, keys, returns if novelty is None else (*returns, "novelty"), via, df)
+    last = () if novelty is None else ("novelty" if novelty.held_out is None else "p_value",)
+    return Predictor(traced, names, keys, (*returns, *last), via, df)
 
 
 def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:

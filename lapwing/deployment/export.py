@@ -53,7 +53,7 @@ def trace(
 
     `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists, and the features of `layer`
     (see `features_at`; None: no features), to results. With `linearised` only the last layer may be uncertain, as for
-    `Linearized`. The score of `novelty` is one more result.
+    `Linearized`. The score or p-value of `novelty` is one more result.
     """
     inputs = Inputs.of(inputs, tangent.device)
     inputs = _with_distinct_lengths(inputs.with_leaves({place: x.detach() for place, x in enumerate(inputs.leaves)}))
@@ -187,7 +187,11 @@ class Run(nn.Module):
         results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)), of_noise)
         if self.novelty is None:
             return (*results, *more)
-        return (*results, *more, self.novelty.score(mean_of(values[self.features])).to(self.dtype))
+        score = self.novelty.score(mean_of(values[self.features]))
+        if self.novelty.held_out is None:
+            return (*results, *more, score.to(self.dtype))
+        doubts = results[-1:] if self.novelty.posterior is not None else ()  # the mutual information comes last
+        return (*results, *more, self.novelty.joined([*doubts, score]))
 
 
 class AmortizedRun(Run):

@@ -177,6 +177,8 @@ class _Plain(fx.Transformer):
             return args[0].sign() * (size + (size * size + 1).sqrt()).log()
         if target is aten.addcmul.default:  # torch 2.6 cannot decompose it for a free batch
             return args[0] + kwargs.get("value", 1) * args[1] * args[2]
+        if target is aten.searchsorted.Tensor:  # of NaN the number of all entries
+            return (args[0] >= args[1][:, None]).logical_not().sum(1)
         if target is aten.silu_backward.default:
             gate = args[1].sigmoid()
             return args[0] * gate * (1 + args[1] * (1 - gate))

@@ -194,7 +194,7 @@ def compare(
             and "name: AUROC by entropy": how well mutual information and entropy separate it from the held-out inputs.
         score: the score of "name: FPR95" and "name: AUPR": "mutual_information", "entropy", or "confidence" for 1 minus
             the largest probability. A regression has the first two, of Gaussian outputs with the predicted variances.
-            A detector of `lw.novelty` adds "name: AUROC by novelty", the same in all rows. Not used without `foreign`.
+            A detector of `lw.novelty` adds "name: AUROC by detector" and notes its alarms. Not used without `foreign`.
         fit_seconds: name -> seconds of the fit, for the column "fit s".
         repeats: number of timings of each batch; the fastest counts.
         sample_weights: whether the batches are `(x, y, w)`, as in `lw.fit`. The weights are ignored: every sample
@@ -247,8 +247,15 @@ def compare(
                 rows[half[0]] = half[1]
                 notes.append(half[2])
     if isinstance(score, Novelty):
-        known, outside = score(data).cpu(), {key: score(value).cpu() for key, value in sets.items()}
-        rows = {name: with_novelty(row, known, outside) for name, row in rows.items()}
+        every, p = {"": data, **sets}, {}
+        if score.held_out is not None:
+            p = {key: score.p_value(value).cpu() for key, value in every.items()}
+            shares = (
+                f"{(one <= 0.05).double().mean():.1%} of {key or 'the held-out inputs'}" for key, one in p.items()
+            )
+            notes.append(f"At a rate of 5 % the detector raises an alarm for {', '.join(shares)}.")
+        scores = {key: score(value).cpu() for key, value in every.items()}
+        rows = {name: with_novelty(row, scores, p) for name, row in rows.items()}
     return _table(rows, notes, sets)
 
 

@@ -20,14 +20,13 @@ from ..data.progress import tracked
 from ..data.samples import Samples
 from ..errors import LapwingError, extra
 from ..likelihoods import Likelihood, Prediction
-from ..likelihoods.predictions import RealPrediction
 from ..linalg import doubled
 from ..tuning.matrix_scaling import chosen_map
 from ..tuning.search import golden_section
 from . import metrics
 from .candidates import Row
 
-SCORES = {"mutual_information": "MI", "entropy": "entropy", "confidence": "confidence", "novelty": "novelty"}
+SCORES = {"mutual_information": "MI", "entropy": "entropy", "confidence": "confidence", "novelty": "detector"}
 """Score -> its name in a column. The last one is of a detector, and the others are labels of `score`."""
 METRICS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "accuracy": (metrics.accuracy, ("probs", "labels")),
@@ -82,6 +81,7 @@ class Predictions:
         scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
             `foreign=`. A network alone has no mutual information.
         foreign: name of an out-of-distribution set -> score -> uncertainty of each of its inputs (M,).
+        p_values: likewise -> p-values of a detector with held-out data, and "" -> those of the held-out inputs.
     """
 
     log_prob: np.ndarray
@@ -95,6 +95,7 @@ class Predictions:
     pit: np.ndarray | None = None
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     foreign: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    p_values: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class Evaluated:
     seconds: float | None = None  # time of the fit
     rows: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # outputs (n, C), targets, sample numbers
     outside: dict[str, list[Tensor]] = field(default_factory=dict)  # name of an out-of-distribution set -> outputs
+    p_values: Scores = field(default_factory=dict)  # as in `Predictions`
 
     @cached_property
     def numbers(self) -> dict[str, float]:
@@ -152,7 +154,7 @@ class Evaluated:
             arrays["confidence"], classes = self.values["probs"].max(1)
             arrays["correct"] = classes == self.values["labels"]
         foreign = {name: _kept(outside) for name, outside in self.foreign.items()}
-        return Predictions(**_kept(arrays), scores=_kept(self.known), foreign=foreign)
+        return Predictions(**_kept(arrays), scores=_kept(self.known), foreign=foreign, p_values=_kept(self.p_values))
 
     def _deviations(self, column: str) -> Tensor:
         """Returns the deviations of the entries from their mean. For the RMSE they are linearised."""
@@ -289,24 +291,9 @@ def _entries(prediction: Prediction, targets: Tensor, samples: Tensor) -> dict[s
 
 
 def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
-    """Returns scores of each input, in nats except for the confidence, as float64 on the CPU.
-
-    Those of a regression are of Gaussian outputs with the predicted variances, summed over outputs: the mutual
-    information is half the log ratio of total variance and noise, the entropy half the log of the total variance.
-    """
+    """Returns scores of each input, in nats except for the confidence, as float64 on the CPU."""
     part = getattr(prediction, "rows", prediction)  # of outputs with positions
-    scores = {}
-    for name in names:
-        if isinstance(part, RealPrediction):
-            noise = part.aleatoric_variance if name == "mutual_information" else torch.ones_like(part.variance)
-            ratio = part.variance / noise.clamp_min(torch.finfo(noise.dtype).tiny)
-            values = 0.5 * ratio.log().reshape(len(ratio), -1).sum(1)
-        elif name == "mutual_information":
-            values = part.mutual_information() if hasattr(part, name) else torch.zeros_like(part.entropy())
-        else:
-            values = part.uncertainty(name)
-        scores[name] = doubled(values.detach()).cpu()
-    return scores
+    return {name: doubled(part.uncertainty(name).detach()).cpu() for name in names}
 
 
 def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) -> tuple[str, Evaluated, str] | None:
@@ -351,10 +338,10 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) 
     return name, Evaluated(values, known, foreign, network.score), note
 
 
-def with_novelty(row: Evaluated, known: Tensor, foreign: Mapping[str, Tensor]) -> Evaluated:
-    """Returns a row with the novelty of the held-out inputs and of each out-of-distribution set."""
-    sets = {name: scores | {"novelty": foreign[name]} for name, scores in row.foreign.items()}
-    return replace(row, score="novelty", known=row.known | {"novelty": known}, foreign=sets)
+def with_novelty(row: Evaluated, scores: Scores, p_values: Scores) -> Evaluated:
+    """Returns a row with scores and p-values of a detector: of each out-of-distribution set, and of held-out inputs."""
+    sets = {name: others | {"novelty": scores[name]} for name, others in row.foreign.items()}
+    return replace(row, score="novelty", known=row.known | {"novelty": scores[""]}, foreign=sets, p_values=p_values)
 
 
 def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:

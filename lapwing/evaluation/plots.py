@@ -75,11 +75,13 @@ def ood_scores(known: Any, foreign: Any, ax: Axes | None = None, *, score: str =
     logarithmic if all scores are positive and the middle nine in ten span a factor of 100.
 
     `known` and `foreign` are predictions, or scores (N,) and (M,), larger for less certain predictions. `score` is the
-    score of predictions as in `lw.compare`: "mutual_information", "entropy" or "confidence".
+    score of predictions as in `lw.compare`: "mutual_information", "entropy" or "confidence". A "p-value" of a detector
+    is smaller for stranger inputs.
     """
     given = [scores_of(side, [score])[score] if isinstance(side, Prediction) else side for side in (known, foreign)]
     sides = [real_tensor("ood_scores", "scores", side).cpu().double().flatten() for side in given]
-    area, together, ax = float(auroc(*sides)), torch.cat(sides).numpy(), _axes(ax)
+    area = float(auroc(*sides)) if score != "p-value" else float(auroc(*sides[::-1]))
+    together, ax = torch.cat(sides).numpy(), _axes(ax)
     smallest, low, high, largest = np.quantile(together, [0, 0.05, 0.95, 1])
     scale, spaced = ("log", np.geomspace) if smallest > 0 and high > 100 * low else ("linear", np.linspace)
     edges = spaced(smallest, largest if largest > smallest else smallest + 1, 41).tolist()

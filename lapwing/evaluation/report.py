@@ -59,6 +59,9 @@ def pictures(table: Comparison, row: str | None) -> list[dict[str, Any]]:
             own = arrays[chosen]
             known, outside = own.scores[score], np.sort(own.foreign[name][score])
             picture = {"kind": "foreign", "draw": partial(plots.ood_scores, known, outside, score=score), "area": area}
+            if own.p_values and score == "novelty":
+                draw = partial(plots.ood_scores, own.p_values[""], own.p_values[name], score="p-value")
+                picture |= {"kind": "p-values", "draw": draw}
             flagged = float((known >= outside[len(outside) // 20]).mean())  # by a threshold that flags 95 % of the set
             found.append(picture | {"set": name, "row": chosen, "score": score, "flagged": flagged})
     return found

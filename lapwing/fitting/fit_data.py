@@ -115,24 +115,23 @@ class FitData:
         """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""
         if options.data_size is None and self.training.expected_size is None:
             self.training.warn_of_unseen(shown)
-        if self.held_out is not None:
-            self._warn_of_known(self.held_out)
-
-    def _warn_of_known(self, held_out: Data) -> None:
-        """Warns if the passes met held-out samples that are training samples, more than training samples repeat."""
-        theirs = self.training
-        every = ranks.gathered("the keys", (held_out.row_keys, theirs.row_keys, held_out.source is theirs.source))
-        known, training = (torch.cat(keys) for keys in list(zip(*every, strict=True))[:2])
-        values, counts = training.unique(return_counts=True)
-        share = float(torch.isin(known, values).double().mean())  # NaN if the tuning reads no held-out data
-        share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
-        chance = float(counts[counts > 1].sum() / max(1, len(training)))  # of a training sample to equal another one
-        if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5:
+        if self.held_out is not None and (share := share_of_known(self.held_out, self.training)):
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
                 "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
                 "not trained: validation=(x_val, y_val).", 100 * share,
             )  # fmt: skip
+
+
+def share_of_known(held_out: Data, training: Data) -> float:
+    """Returns the share of held-out samples that are training samples, or 0 if training samples repeat as often."""
+    every = ranks.gathered("the keys", (held_out.row_keys, training.row_keys, held_out.source is training.source))
+    known, keys = (torch.cat(part) for part in list(zip(*every, strict=True))[:2])
+    values, counts = keys.unique(return_counts=True)
+    share = float(torch.isin(known, values).double().mean())  # NaN if the tuning reads no held-out data
+    share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
+    chance = float(counts[counts > 1].sum() / max(1, len(keys)))  # of a training sample to equal another one
+    return share if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5 else 0.0
 
 
 def _warn_of_few(held_out: Data) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,20 +17,26 @@ from .. import ranks
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.frames import as_inputs
+from ..data.frames import as_inputs, ordered
 from ..data.inputs import Inputs
 from ..data.samples import Samples, checked
-from ..errors import LapwingError, check_choice
+from ..display import warns_once
+from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
-from ..linalg import doubled
+from ..likelihoods.prediction_at_positions import predicted
+from ..linalg import doubled, placed
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
+from ..options import between, check_argument
+from ..posterior import Posterior
 from ..posterior.loading import check_same
-from ..running.fingerprints import check_same_network
+from ..prediction import Way
+from ..running.fingerprints import check_same_network, differences, fingerprint_of
 from ..tangent import Tangent, last_layer
 from ..tangent.features import rows_of
 from ..tangent.retry import entry
 from ..tangent.stored import from_json, to_json
+from .fit_data import share_of_known
 
 log = logging.getLogger("lapwing")
 
@@ -42,36 +49,107 @@ RIDGE = 1e-6  # share of the mean variance of the features that is added to cova
 class Novelty:
     """A detector that `lw.novelty` makes: `detector(x)` (B,) is larger for stranger inputs of a batch or a loader.
 
-    `detector.save(path)` writes a file, and `lw.Novelty.load(path, model)` reads it.
+    With held-out data it has p-values and alarms, and without them these raise a LapwingError. `detector.save(path)`
+    writes a file. `lw.Novelty.load(path, model)` reads it, with the posterior as the model if the detector has one.
     """
 
     by: Literal["mahalanobis", "knn"]
     tangent: Tangent  # the network, which must keep its weights, and its last layer
     tensors: dict[str, Tensor]  # the numbers that the score reads
     stamp: Stamp
+    posterior: Posterior | None = None  # its doubt is a score before the novelty
+    held_out: Tensor | None = None  # the K scores of n held-out inputs, (K, n), each row in rising order
+    model = property(lambda self: self.tangent.model)
 
     @outside_modes
     def __call__(self, x: Any) -> Tensor:
-        changed = self.stamp.changed(self.tangent.model, self.tangent.call.known.state)
+        """Returns the novelty (B,), or with a posterior `1 - min_k p_k`, with ties broken by standardised scores."""
+        scores = self._scores(x)
+        if self.posterior is None or self.held_out is None:
+            return scores[0]
+        std, mean = torch.std_mean(self.held_out, 1, correction=0, keepdim=True)
+        far = ((torch.stack([*map(doubled, scores)]) - mean) / std.clamp_min(1e-300)).amax(0)
+        return 1 - self._p_values(scores).amin(0) + (0.5 + far.atan() / torch.pi) / (self.held_out.shape[1] + 1)
+
+    @outside_modes
+    def p_value(self, x: Any) -> Tensor:
+        """Returns p-values (B,) in float64: `min(1, K min_k p_k)`, `p_k = (1 + #{held-out scores ≥ s_k}) / (n + 1)`.
+
+        For inputs drawn as the held-out ones were, `P(p ≤ α) ≤ α`, in the mean over the draw of both: for given
+        held-out rows it has a standard deviation of about `√(α/n)`. It does not hold if the known inputs drift.
+
+        Source: Bates et al. 2023, Testing for Outliers with Conformal p-values, for one score; Bonferroni for several.
+        """
+        return self.joined(self._scores(x))
+
+    @warns_once
+    def alarm(self, x: Any, rate: float = 0.05) -> Tensor:
+        """Returns whether the p-value is at most `rate`, (B,) of bool: true for at most this share of known inputs.
+
+        Raises a LapwingError for a rate that is not between 0 and 1, or below the least p-value, `K/(n + 1)`.
+        """
+        check_argument("alarm", "rate", rate, between(0, 1), "0.05")
+        p, (scores, rows) = self.p_value(x), self.held_out.shape  # type: ignore[union-attr]
+        needed = math.ceil(round(scores / rate, 6)) - 1  # rows with which the least p-value is below the rate
+        if rows < needed:
+            raise LapwingError(f"alarm(rate={rate:.4g}) needs {needed} held-out rows, not {rows}: pass more.")
+        if rows + 1 < 10 * (needed + 1):
+            text = "Fewer than 10 of %d held-out rows decide alarms at rate %.3g, which may be off by a third. Pass %d."
+            log.warning(text, rows, rate, 10 * needed + 9)
+        return p <= rate
+
+    @outside_modes
+    def why(self, x: Any, maps: bool = False) -> dict[str, Tensor]:
+        """Returns the p-value `p_k` of each score by name, (B,): "doubt", if there is a posterior, and "novelty".
+
+        With `maps=True`, for one batch, "doubt" has one for each position, such as (B, H, W): its doubt is compared
+        with the largest doubts of the held-out inputs.
+        """
+        check_flag("why", "maps", maps)
+        p = self._p_values(self._scores(x))
+        found = dict(zip(("doubt", "novelty")[-len(p) :], p, strict=True))
+        if maps:
+            if self.posterior is None or batches.is_loader(x):
+                raise LapwingError("maps=True needs the detector of a posterior and one batch. Write why(x) otherwise.")
+            found["doubt"] = self._p_values([doubt(self.posterior, x)])[0]
+        return found
+
+    def joined(self, scores: Sequence[Tensor]) -> Tensor:
+        """Returns the p-values (B,) of inputs with these K scores (B,)."""
+        return (len(scores) * self._p_values(scores).amin(0)).clamp_max(1.0)
+
+    def _p_values(self, scores: Sequence[Tensor]) -> Tensor:
+        """Returns `p_k` of the first scores, (k, B, ...)."""
+        if self.held_out is None:
+            raise LapwingError("The detector has no held-out scores. Write lw.novelty(model, loader, held_out=(x, y)).")
+        count, pairs = self.held_out.shape[1] + 1, zip(self.held_out, scores, strict=False)
+        return torch.stack([count - torch.searchsorted(row, doubled(part)) for row, part in pairs]).double() / count
+
+    def _scores(self, x: Any) -> list[Tensor]:
+        """Returns the K scores (B,): with a posterior the doubt, at positions the largest one, and the novelty."""
+        changed = self.stamp.changed(self.model, self.tangent.call.known.state)
         if changed is not None:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
-        x = as_inputs(x, self.tangent.model)
+        x = as_inputs(x if self.posterior is None else ordered(x, self.posterior.columns), self.model)
         widest = max(size for tensor in self.tensors.values() for size in tensor.shape)
         length = max(1, min(self.tangent.chunk_length(1), self.tangent.memory // (64 * widest)))
-        scores, like = [], next(iter(self.tensors.values()))
+        found, like = [], next(iter(self.tensors.values()))
         for part in map(_inputs_of, x) if batches.is_loader(x) else [x]:
             inputs = Inputs.of(part, self.tangent.device)
-            scores.append(like.new_empty(inputs.samples))
-            for rows, chunk in self.tangent.check(inputs).chunks(length) if inputs.samples else ():
-                scores[-1][rows] = self.score(features_of(self.tangent, chunk))
-        if not sum(map(len, scores)):
+            if inputs.samples:
+                novelty = like.new_empty(inputs.samples)
+                for rows, chunk in self.tangent.check(inputs).chunks(length):
+                    novelty[rows] = self.score(features_of(self.tangent, chunk))
+                doubts = [] if self.posterior is None else [doubt(self.posterior, inputs).reshape(len(novelty), -1)]
+                found.append([*(part.amax(1) for part in doubts), novelty])
+        if not found:
             raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
-        return torch.cat(scores)
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def __repr__(self) -> str:
-        return f"Novelty(by={self.by!r}, network={type(self.tangent.model).__name__})"
+        return f"Novelty(by={self.by!r}, network={type(self.model).__name__})"
 
     def score(self, features: Tensor) -> Tensor:
         """Returns the novelty (B,) of features (B, D)."""
@@ -88,23 +166,40 @@ class Novelty:
         state, tangent = self.tangent.state(), self.tangent
         dtypes = {name: str(value.dtype) for name, value in state.items()}
         header = {"tangent": to_json(tangent), "forward": tangent.call.forward is not None, "dtypes": dtypes}
-        prints = {name: fingerprint(value) for name, value in state.items()}
-        tensors = prefixed("novelty", self.tensors) | prefixed("weights", prints)
-        write_safetensors(path, tensors, {"novelty": self.by, **header})
+        tensors = prefixed("weights", {name: fingerprint(value) for name, value in state.items()})
+        tensors |= prefixed("novelty", self.tensors) | ({} if self.held_out is None else {"held_out": self.held_out})
+        mine = self.posterior and _print_of(self.posterior)
+        write_safetensors(path, tensors, {"novelty": self.by, "posterior": mine, **header})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Novelty:
-        """Reads a detector that `save` wrote, with `forward` as in its fit; raises if the network has other weights."""
+    def load(
+        cls, path: str | os.PathLike[str], model: nn.Module | Posterior, *, forward: Forward | None = None
+    ) -> Novelty:
+        """Reads a detector that `save` wrote, with `forward` as in its fit; raises for another network or posterior."""
         tensors, header = read_safetensors(path)
         if "novelty" not in header:
             raise LapwingError(f"The file {path} holds no detector. lw.load(path, model) reads posteriors.")
+        posterior, network = (model, model.model) if isinstance(model, Posterior) else (None, model)
+        mine, theirs = posterior and _print_of(posterior), header.get("posterior")
+        if other := differences(mine or {}, theirs or {}):
+            wanted = f"a posterior, with another {other[0]}" if theirs else "a network, posterior.model"
+            raise LapwingError(f"The detector in {path} is one of {wanted}. Pass it as the second argument.")
+        forward = posterior.tangent.call.forward if posterior and forward is None else forward
         if header["forward"] != (forward is not None):
             line = f"lw.Novelty.load(path, model{', forward=forward' if header['forward'] else ''})"
             raise LapwingError(f"The file {path} holds a detector with another forward=. Write {line}.")
-        tangent, device = from_json(header["tangent"], model, forward, None), next(model.parameters()).device
+        tangent, device = from_json(header["tangent"], network, forward, None), next(network.parameters()).device
         check_same(path, tangent, under("weights", tensors), header["dtypes"])
         kept = {name: value.to(device) for name, value in under("novelty", tensors).items()}
-        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.model))
+        held_out = placed(tensors["held_out"], device) if "held_out" in tensors else None
+        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.model), posterior, held_out)
+
+
+def _print_of(posterior: Posterior) -> dict[str, Any]:
+    """Returns a fingerprint of what decides the predictions of a posterior, except for the network."""
+    covariance = [posterior.covariance.tensors(), posterior.covariance.extra()]
+    parts = {"covariance": covariance, "likelihood": posterior.likelihood, "way": posterior.aim}
+    return {name: fingerprint_of(part, functions=False) for name, part in parts.items()}
 
 
 def _inputs_of(batch: Any) -> Any:
@@ -113,12 +208,20 @@ def _inputs_of(batch: Any) -> Any:
 
 @entry("The detector", "Pass smaller batches.")
 def novelty(
-    model: nn.Module, loader: Any, by: Literal["mahalanobis", "knn"] = "mahalanobis", *, forward: Forward | None = None
+    model: nn.Module | Posterior,
+    loader: Any,
+    by: Literal["mahalanobis", "knn"] | None = None,
+    *,
+    held_out: Any = None,
+    forward: Forward | None = None,
 ) -> Novelty:
-    """Fits a detector of inputs that are unlike the training data. It needs no posterior.
+    """Fits a detector of inputs that are unlike the training data, with a false-alarm rate that one can choose.
 
-    z are the features of an input: what reaches the last layer, averaged over positions. This layer must be linear or a
-    convolution. Mutual information says *seen, but undecided*; novelty says *unlike anything seen*.
+    The score of a network is its novelty: *unlike anything seen*. A posterior adds its doubt, the mutual information of
+    y and the weights: *seen, but undecided*. With held-out data each score has a p-value, and the smaller one decides:
+    see `p_value`, `alarm` and `why` of the detector.
+
+    z are the features: the inputs of the last layer, which must be linear or a convolution, averaged over positions.
 
     - "mahalanobis": distance to the nearest class, minus distance to all data (relative Mahalanobis distance):
       `min_c (z-μ_c)ᵀ Σ⁻¹ (z-μ_c) - (z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`, with the class means μ_c, their pooled covariance Σ, and
@@ -127,17 +230,21 @@ def novelty(
     - "knn": the distance of `z/|z|` to its 50th nearest neighbour in the training data, or to the last if there are
       fewer than 50. Targets do not matter.
 
-    Training inputs score lower than new inputs of the same kind: choose a threshold on held-out inputs.
-    `detector.save(path)` writes the detector, and `lw.Novelty.load(path, model)` reads it. If `torch.distributed` is
-    initialised with several processes, each of them calls `lw.novelty` with its share of the data, as in `lw.fit`.
+    Training inputs score lower than new inputs of the same kind, so thresholds need held-out inputs. If
+    `torch.distributed` has several processes, each calls `lw.novelty` with its share of the data, as in `lw.fit`.
 
     Args:
-        model: the trained network, in eval mode.
+        model: a posterior, or the trained network in eval mode.
         loader: training data, in any form that `lw.fit` accepts.
-        by: the score.
-        forward: as in `lw.fit`.
+        by: the novelty; None means "knn" for a posterior of classes, and otherwise "mahalanobis".
+        held_out: a few hundred rows that did not train the network, as the `loader`. They may have tuned the posterior.
+        forward: as in `lw.fit`; None means that of the posterior, if it has one.
 
-    Cost: one pass over the data; memory O(D² + C D), or all features with "knn". A score costs a forward pass.
+    Raises:
+        LapwingError: for a posterior without held-out data, and if over 5 % of the held-out rows are training rows.
+
+    Cost: one pass over the data; memory O(D² + C D), or all features with "knn". A score costs a forward pass, and with
+        a posterior a prediction.
 
     Source: Ren et al. 2021, A Simple Fix to Mahalanobis Distance, equation 2; Sun et al. 2022, Out-of-Distribution
     Detection with Deep Nearest Neighbors, section 3.
@@ -149,17 +256,43 @@ def novelty(
         >>> detector(x).shape
         torch.Size([60])
     """
+    posterior, network = (model, model.model) if isinstance(model, Posterior) else (None, model)
+    if by is None:
+        by = "mahalanobis" if posterior is None or posterior.logit_temperature is None else "knn"
     check_choice("lw.novelty", "by", by, ("mahalanobis", "knn"))
-    data = Data(loader, model)
+    if posterior is not None and held_out is None:
+        raise LapwingError("A posterior needs held_out=. Write lw.novelty(posterior, loader, held_out=(x_val, y_val)).")
+    data = Data(loader, network) if posterior is None else Data.of(loader, posterior)
     batches.check_loader(data.loader, "lw.novelty")
-    tangent = Tangent.survey(model, data.first.inputs, last_layer, forward, targets=data.first.targets)
+    forward = posterior.tangent.call.forward if posterior and forward is None else forward
+    tangent = Tangent.survey(network, data.first.inputs, last_layer, forward, targets=data.first.targets)
     check_same_network(tangent.model)
+    known = None if held_out is None else Data(held_out, network, columns=data.columns)
+    if known is not None:
+        batches.check_loader(known.loader, "lw.novelty(held_out=...)")
+        known.wants_keys = data.wants_keys = True
     pairs = ((features_of(tangent, part.inputs), part.targets) for part in checked(data, tangent.device))
     if by == "knn":  # at least float32: cosines near 1 in half precision would tie
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
         kept = [rows.to(tangent.device) for part in ranks.gathered("the features", kept) for rows in part]
     tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs, tangent.device)
-    return Novelty(by, tangent, tensors, Stamp.of(tangent.model))
+    detector = Novelty(by, tangent, tensors, Stamp.of(tangent.model), posterior)
+    if known is None:
+        return detector
+    parts = [torch.stack([*map(doubled, detector._scores(part.inputs))]) for part in known if part.count]
+    every = [placed(part, tangent.device) for one in ranks.gathered("the held-out scores", parts) for part in one]
+    share = share_of_known(known, data)
+    if not every or share:
+        what = f"{share:.0%} of the held-out rows are training rows" if every else "The held-out data hold no samples"
+        raise LapwingError(f"{what}. Pass data that did not train the network: held_out=(x_val, y_val).")
+    return replace(detector, held_out=torch.cat(every, 1).sort(1).values)
+
+
+def doubt(posterior: Posterior, x: Any, via: Way | None = None) -> Tensor:
+    """Returns the mutual information of y and the weights in nats, (B, ...), with one noise of y for all inputs."""
+    # noise that depends on the input also grows far from the data, and would hide it
+    via = posterior.aim.via if via is None and posterior.aim is not None else via
+    return predicted(posterior.likelihood, posterior.latent(x, via)).uncertainty("mutual_information").detach()
 
 
 def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:

@@ -261,7 +261,9 @@ class JointPrediction(Prediction, Mapping[str, Any]):
         return {key: head.point for key, head in self.items()}
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Raises: heads have different units."""
+        """Returns the mutual information, which adds over the heads, (B,); raises for other scores, in other units."""
+        if score == "mutual_information":
+            return sum(head.uncertainty(score) for head in self.values())
         raise LapwingError(f"The heads have different units. Write prediction[{self.joint.keys[0]!r}].uncertainty().")
 
     entropy = mutual_information = uncertainty

@@ -148,9 +148,9 @@ class DiscretePrediction(Prediction):
         )
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns the entropy, or 1 minus the confidence, (B,)."""
-        check_choice("uncertainty", "score", score, ("entropy", "confidence"))
-        return self.entropy() if score == "entropy" else 1 - self.confidence
+        """Returns the entropy, the mutual information, or 1 minus the confidence, (B,)."""
+        check_choice("uncertainty", "score", score, ("entropy", "confidence", "mutual_information"))
+        return 1 - self.confidence if score == "confidence" else getattr(self, score)()
 
     def summary(self) -> dict[str, Tensor]:
         return {"probabilities": self.probs}
@@ -327,8 +327,10 @@ class RealPrediction(Prediction):
         return (numbers.reshape(()) if numbers.numel() == 1 else numbers).expand(outputs)
 
     def uncertainty(self, score: str = "entropy") -> Tensor:
-        """Returns the standard deviation of the first output, (B,), for every score."""
-        return self.std.flatten(1)[:, 0] if self.std.ndim > 1 else self.std
+        """Returns `½ Σ_c log(1 + epistemic / aleatoric)` as mutual information, else `½ Σ_c log variance`, (B,)."""
+        ratio = self.epistemic_variance / self.aleatoric_variance.clamp_min(1e-30)
+        logs = ratio.log1p() if score == "mutual_information" else self.variance.log()
+        return 0.5 * logs[:, None].flatten(1).sum(1)
 
     def summary(self) -> dict[str, Tensor]:
         return {"mean": self.mean, "variance": self.variance}

@@ -79,7 +79,7 @@ def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
         f, log_weights = rule(mean, variance, 0.0, nodes)
         weights, sigmoids = log_weights.exp(), torch.sigmoid(f)
         p = (weights * sigmoids).sum(-1, keepdim=True)
-        d = (sigmoids / p.clamp_min(torch.finfo(p.dtype).tiny) - 1.0).clamp_min(1e-12 - 1.0)  # finite derivatives
+        d = (sigmoids / p.clamp_min(1e-30)).clamp_min(1e-12) - 1.0  # for derivatives; ONNX has constants in float32
         values = (weights * ((1.0 + d) * torch.log1p(d) - d)).sum(-1) * p.squeeze(-1)
         return values * (variance / (variance + LEAST_VARIANCE))
 

@@ -168,12 +168,12 @@ def test_compare_ranks_by_the_detector(targets: Tensor) -> None:
     posterior = lw.fit(model, (X, targets), prior_precision=1.0)
     table = lw.compare({"Full": posterior}, [(X, targets)], {"far": FAR}, score=detector, repeats=1)
     for name in table.rows:
-        assert table[name]["far: AUROC by novelty"] == float(metrics.auroc(detector(X), detector(FAR)))
+        assert table[name]["far: AUROC by detector"] == float(metrics.auroc(detector(X), detector(FAR)))
     assert table["network"]["far: FPR95"] == table["Full"]["far: FPR95"]
-    assert "FPR95 and AUPR use novelty" in " ".join(table.notes)
+    assert "FPR95 and AUPR use detector" in " ".join(table.notes)
     plain = lw.compare({"Full": posterior}, [(X, targets)], {"far": FAR}, repeats=1)
     assert plain["Full"]["far: AUROC by MI"] == table["Full"]["far: AUROC by MI"]
-    assert "far: AUROC by novelty" not in plain.columns
+    assert "far: AUROC by detector" not in plain.columns
 
 
 @pytest.mark.parametrize("kind", ["mlp", pytest.param("linear", marks=pytest.mark.slow)])

@@ -57,6 +57,15 @@ def deployed(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
     return [part for way in WAYS[1:3] for part in lw.deploy(posterior, x, way, novelty=detector)(x)]
 
 
+def detector(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
+    posterior, data = classes(model, x, outputs)
+    held_out = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    found = lw.novelty(posterior, data, held_out=(held_out, torch.arange(60) % outputs))
+    path = Path(os.environ["PYTEST_TMP"]) / "detector.safetensors"
+    found.save(path)
+    return [found(3 * x), found.p_value(3 * x), lw.Novelty.load(path, posterior).p_value(3 * x)]
+
+
 def saved(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
     posterior, data = classes(model, x, outputs)
     path = Path(os.environ["PYTEST_TMP"]) / "posterior.safetensors"
@@ -117,7 +126,8 @@ def matrix(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
 
 
 MORE = [
-    matrix, ways, joint_latents, inputs, deployed, saved, tuned, regression, positions, scaled, together, quantities,
+    matrix, ways, joint_latents, inputs, deployed, detector, saved, tuned, regression, positions, scaled, together,
+    quantities,
 ]  # fmt: skip
 
 DRAWN = {"distribution": 0.05, "scaled": 0.05, "sampled": 0.3}
