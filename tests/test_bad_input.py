@@ -401,8 +401,12 @@ REFUSED = [
     (lambda: fit([{"x": X, "labels": Y}], linear(lambda layer, x: (layer(x),))), "model(**inputs)[0] to"),
     (lambda: fit(model=linear(lambda layer, x: (layer(x),)), forward=lambda model, x: model(x)),
      "forward(model, inputs)[0] to"),
-    (lambda: fit([(X, X[:, 0])], nn.Linear(4, 1).eval(), forward=lambda model, x: model(x).squeeze()),
-     "Tensor () … write squeeze(-1) … (batch, outputs)"),
+    *((lambda y=y, outputs=outputs: fit([(X, y)], nn.Linear(4, outputs).eval(),
+       forward=lambda model, x: model(x).squeeze()),
+       f"(8, {outputs}) at 8 samples … no dimension of the batch at one sample … Write squeeze(-1)")
+      for y, outputs in ((X[:, 0], 1), (Y, 3))),
+    (lambda: fit(model=linear(lambda layer, x: layer(torch.from_numpy(layer(x).numpy())))),
+     "leaves torch in forward(), by numpy() … h.detach().numpy()"),
     *((lambda finer=finer: fit([(BIG, finer)], MAPS),
        "forward= … interpolate(..., size=(8, 12)), or pass y[..., ::4, ::4]") for finer in (FINE, FINE[:, None])),
     *((lambda other=other: fit([(BIG, other)], MAPS), "Pass targets of shape (2, 2, 3)")

@@ -49,8 +49,6 @@ def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, return
         )
     if not floats or not 2 <= out.ndim <= 5:
         found = describe(returned)
-        if isinstance(out, Tensor) and out.ndim == 0:
-            found += " (squeeze() also removes the batch of a single sample: write squeeze(-1))"
         entry = _entry_of_outputs(returned, samples)
         line = f"inputs: {_how_called(inputs, forward, 'inputs')}{entry or '...'} to return one"
         return CallRefused(
