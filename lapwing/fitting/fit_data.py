@@ -74,6 +74,7 @@ class FitData:
             return likelihood
         for samples in checked(data, tangent.device):
             rows = Batch.of(tangent, samples).rows()
+            likelihood.check(rows["outputs"], rows["targets"])  # before the columns are apart
             for key, head, f, y in likelihood.heads(rows["outputs"], rows["targets"]):
                 if key in sums:
                     sums[key].add(head, f, y, rows["weights"])
