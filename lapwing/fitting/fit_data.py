@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import ranks
 from ..data.data import Data
+from ..data.frames import check_data
 from ..data.loaders import check_data_size
 from ..data.samples import Samples, checked
 from ..errors import LapwingError
@@ -52,6 +53,7 @@ class FitData:
         first = training.first
         tune: Any = options.tune
         if options.validation is not None:
+            check_data(options.validation, "validation=")
             tune = Validation(Data(options.validation, model, columns=training.columns))
         if tune is not None and tune.loader is not None:
             given = tune.loader
