@@ -112,16 +112,11 @@ def inputs_of(batch: Any) -> Any:
         return batch[0]
     if isinstance(batch, (tuple, list)) and len(batch) > 1 and (isinstance(batch[-1], Tensor) or are_heads(batch[-1])):
         return plain(pair(batch)[0])
-    if isinstance(batch, str):
-        raise LapwingError(
-            "The inputs are texts without tensors. Pass their tokens, as in the fit: tokenizer(texts, padding=True, "
-            "return_tensors='pt'), or (texts, torch.arange(len(texts))) if the network reads texts itself."
-        )
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs are. Let the loader yield a "
         "tensor (torch.as_tensor(x) makes one), (inputs, targets) or a dict of tensors, or predict each batch with "
-        "posterior.predict(x), where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: "
-        "model(...) to lw.fit."
+        "posterior.predict(x), where x may be any tuple or dict of tensors, such as (texts, torch.arange(len(texts))), "
+        "if you pass forward=lambda model, inputs: model(...) to lw.fit."
     )
 
 

@@ -396,7 +396,7 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     name, present = type(tangent.model).__name__, torch.arange(tangent.outputs, device=logits.device)
     # 1. the classes with a held-out label: the labels show no constant for another class
     if likelihood.activation == "softmax" and labels.ndim == 1:
-        present, places = labels.long().unique(return_inverse=True)
+        present, labels = labels.long().unique(return_inverse=True)
         absent = sorted({*range(tangent.outputs)} - {*present.tolist()})
         expected = float(logits.softmax(-1)[:, absent].sum())
         if expected > 10:  # the probability that all of them are missing by chance is below e^-10
@@ -404,7 +404,7 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
                 "No held-out label has one of the classes %s, and %s expects about %.0f of %d there. Pass held-out "
                 "data with all classes that occur in use.", absent[:10], name, expected, len(labels),
             )  # fmt: skip
-        logits, labels = logits[:, present], places
+        logits = logits[:, present]
     outputs = len(present)
 
     def score(point: Tensor) -> Tensor:
