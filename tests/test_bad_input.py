@@ -410,7 +410,7 @@ REFUSED = [
     (lambda: fit().predict(["one text", "another"]),
      "does not show what its inputs are … (texts, torch.arange(len(texts)))"),
     (lambda: fit([(["one text", "another"], Y[:2])]), "hold no tensor … (texts, torch.arange(len(texts)))"),
-    (lambda: fit(validation=(X, ["cat", "dog"] * 4)), "validation= needs … numpy.unique(y, return_inverse=True)[1]"),
+    (lambda: fit(validation=(X, ["cat", "dog"] * 4)), "Validation needs … numpy.unique(y, return_inverse=True)[1]"),
     *((lambda finer=finer: fit([(BIG, finer)], MAPS),
        "forward= … interpolate(..., size=(8, 12)), or pass y[..., ::4, ::4]") for finer in (FINE, FINE[:, None])),
     *((lambda other=other: fit([(BIG, other)], MAPS), "Pass targets of shape (2, 2, 3)")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import ranks
 from ..data.data import Data
-from ..data.frames import check_data
 from ..data.loaders import check_data_size
 from ..data.samples import Samples, checked
 from ..errors import LapwingError
@@ -51,10 +50,7 @@ class FitData:
         """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
         training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
         first = training.first
-        tune: Any = options.tune
-        if options.validation is not None:
-            check_data(options.validation, "validation=")
-            tune = Validation(Data(options.validation, model, columns=training.columns))
+        tune: Any = options.tune if options.validation is None else Validation(options.validation)
         if tune is not None and tune.loader is not None:
             given = tune.loader
             held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)

@@ -105,11 +105,6 @@ class Call:
             if plain and not graph and "does not require grad" in str(error):
                 _DIFFERENTIATING.add(self.model)
                 return self.shaped(inputs, mode, state)
-            if "numpy() on Tensor that requires grad" in str(error):
-                raise LapwingError(
-                    f"{type(self.model).__name__} leaves torch in forward(), by numpy(), and gradients cannot follow. "
-                    "Write this step in functions of torch, or h.detach().numpy(): then only later layers count."
-                ) from error
             if blames_inputs(inputs, error):
                 raise of_inputs(self.model, self.forward, inputs, error) from error
             raise

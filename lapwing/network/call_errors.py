@@ -92,13 +92,18 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     words = (
         ("argument",)
         if isinstance(error, TypeError)
-        else ("shape", "size", "type", "dimension", "index", "input", "offset")
+        else ("shape", "size", "type", "dimension", "index", "input", "offset", "numpy() on tensor")
     )
     return any(word in str(error).lower() for word in words)
 
 
-def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> CallRefused:
+def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> LapwingError:
     """Returns the error for inputs that the network rejects, with the call and the remedy."""
+    if "numpy() on Tensor" in str(error):
+        return LapwingError(
+            f"{type(model).__name__} leaves torch in forward(), by numpy(), and gradients cannot follow. Write this "
+            "step in functions of torch, or h.detach().numpy(): then only later layers count."
+        )
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     leaves = inputs.tensors
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
