@@ -46,7 +46,7 @@ def _expansion(latent: AnyLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns g_c(m), v_c and t_c (B, C), and the scale (B, 1) of the probit approximation."""
     mean, spread = doubled(latent.mean), doubled(latent.centred_variance)
     scale = (1.0 + (math.pi / 8.0) * spread.sum(-1, keepdim=True) / possible(mean).sum(-1, keepdim=True)).rsqrt()
-    # 1. the logits (B, 2, C), and without the top class, whose q and log(1 - p) come from the others
+    # 1. the logits, and the logits without the top class, whose q and log(1 - p) come from the others (B, 2, C)
     mean = mean.clamp_min(_IMPOSSIBLE)
     largest, place = mean.max(-1, keepdim=True)
     mean = mean - largest

@@ -317,7 +317,7 @@ def log_density(family: Any, y: Tensor) -> Tensor:
         if type(family) is dist.TransformedDistribution:  # torch checks the support of the transform only
             x = dist.ComposeTransform(family.transforms).inv(y)
             inside = inside & family.base_dist.support.check(x)  # type: ignore[union-attr]
-        inside = inside if inside.ndim == logs.ndim else inside.flatten(logs.ndim).all(-1)  # of each number of a vector
+        inside = inside if inside.ndim == logs.ndim else inside.flatten(logs.ndim).all(-1)  # a check of each number
         return torch.where(inside, logs, -torch.inf)
     except NotImplementedError:  # the family defines no support
         return logs

@@ -401,8 +401,8 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
         expected = float(logits.softmax(-1)[:, absent].sum())
         if expected > 10:  # the probability that all of them are missing by chance is below e^-10
             log.warning(
-                "No held-out label has one of the classes %s, and %s expects about %.0f of %d there. Pass held-out "
-                "data with all classes that occur in use.", absent[:10], name, expected, len(labels),
+                "The classes %s have no held-out label, and %s expects about %.0f of %d there. Pass held-out data with "
+                "all classes that occur in use.", absent[:10], name, expected, len(labels),
             )  # fmt: skip
         logits = logits[:, present]
     outputs = len(present)
