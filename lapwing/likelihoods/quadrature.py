@@ -67,8 +67,8 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
         # 5. log of dz = h √((ω² + y²)/(1 + y²)) du, times N(z; 0, 1)
         step = (_STRETCH / math.sqrt(2.0 * math.pi) / (nodes - 1)) * (high - low)
         square = y.square()
-        squared = (square + width.square()) / (square + 1.0)
-        weights = torch.add(step.log(), squared.log() - z.square(), alpha=0.5)
+        logs = ((square + width.square()) / (square + 1.0)).log()
+        weights = torch.add(step.log(), logs - z.square(), alpha=0.5)
     return torch.addcmul(mean, std, z), weights
 
 
