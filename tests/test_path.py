@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2732, functions=367, classes=56, files=66),
-    "fit with its default tuning": Ran(lines=3200, functions=441, classes=71, files=77),
+    "fit with a given prior": Ran(lines=2731, functions=367, classes=56, files=66),
+    "fit with its default tuning": Ran(lines=3199, functions=441, classes=71, files=77),
     "first prediction": Ran(lines=1203, functions=175, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

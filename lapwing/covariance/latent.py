@@ -58,8 +58,8 @@ class BaseLatent:
         return self.covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0) if self.joint else self.covariance
 
     def covariance_times(self: Any, vectors: Tensor) -> Tensor:
-        """Returns the covariance of each input's outputs times a vector, (B, C). Covariances of inputs do not enter."""
-        return torch.einsum("bcd,bd->bc", self.own_covariance, vectors)
+        """Returns the covariance of each input's outputs times its K vectors (B, K, C), without other inputs."""
+        return torch.bmm(vectors, self.own_covariance)
 
     def tempered(self: Any, temperature: float) -> Any:
         """Returns the latent with its mean divided by a temperature and the same covariance."""
@@ -123,7 +123,7 @@ class Latent(BaseLatent):
 
     @full_precision
     def covariance_times(self, vectors: Tensor) -> Tensor:
-        return self._finite(total(term.times(vectors) for term in self.terms))
+        return total(term.times(vectors) for term in self.terms)
 
     def _finite(self, values: Tensor) -> Tensor:
         return check_finite(values) if self.checked else values

@@ -119,8 +119,8 @@ class LinearDraws(BaseLatent):
 
     @full_precision
     def covariance_times(self, vectors: Tensor) -> Tensor:
-        inner = (self.deviations * vectors).sum(-1, keepdim=True)  # (S, B, 1)
-        return (self.deviations * inner).mean(0)
+        inner = torch.einsum("sbc,bkc->bks", self.deviations, vectors)
+        return torch.einsum("bks,sbc->bkc", inner, self.deviations) / len(self.deviations)
 
     @property
     def factor(self) -> Tensor:

@@ -66,8 +66,8 @@ class Term(ABC):
         """Returns the covariance (B, C, C)."""
 
     def times(self, vectors: Tensor) -> Tensor:
-        """Returns the covariance of each sample times a vector, (B, C)."""
-        return _times(self.dense(), vectors)
+        """Returns the covariance of each sample times its K vectors (B, K, C)."""
+        return torch.bmm(vectors, self.dense())
 
     def scaled(self, factor: float) -> Self:
         """Returns the covariance multiplied by a factor: all rows, unless a subclass says otherwise."""
@@ -107,8 +107,7 @@ class FactoredTerm(Term):
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))
 
     def times(self, vectors: Tensor) -> Tensor:
-        inner = _times(self.factor.mT, vectors)
-        return _times(self.factor, inner if self.scale is None else self.scale * inner)
+        return torch.bmm(self._weighted(torch.bmm(vectors, self.factor)), self.factor.mT)
 
     def scaled(self, factor: float) -> FactoredTerm:
         """Returns the term with another s. F, which has C times as many entries, is shared."""
@@ -120,7 +119,7 @@ class FactoredTerm(Term):
         return DenseTerm(self.dense(), self.centred_variance())
 
     def _weighted(self, values: Tensor) -> Tensor:
-        """Returns `X diag(s)` for X (B, C, K)."""
+        """Returns `X diag(s)` for X (B, ..., K)."""
         return values if self.scale is None else values * self.scale.unsqueeze(1)
 
     def _by_slices(self, function: Callable[[FactoredTerm], Tensor]) -> Tensor:
@@ -170,7 +169,8 @@ class EigenTerm(Term):
         return F.linear(self.basis * self.scale.unsqueeze(1), self.basis)
 
     def times(self, vectors: Tensor) -> Tensor:
-        return self.scale * vectors if self.basis is None else (self.scale * (vectors @ self.basis)) @ self.basis.T
+        scale = self.scale.unsqueeze(1)
+        return scale * vectors if self.basis is None else (scale * (vectors @ self.basis)) @ self.basis.T
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         noise = standard_normal((count, *self.scale.shape), self.scale, generator) * self.scale.sqrt()
@@ -290,11 +290,6 @@ class SelectedTerm(MarginalTerm):
         moved = DenseTerm(self.matrix).sample(count, generator)  # (n, B, k)
         index = self.outputs.expand(count, -1, -1)
         return moved.new_zeros(count, *self.plain.shape).scatter(-1, index, moved)
-
-
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Returns the product (B, R) of matrices (B, R, K) and vectors (B, K)."""
-    return torch.bmm(matrices, vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def selected(matrix: Tensor, outputs: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ def inputs_of(batch: Any) -> Any:
     raise LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs are. Let the loader yield a "
         "tensor (torch.as_tensor(x) makes one), (inputs, targets) or a dict of tensors, or predict each batch with "
-        "posterior.predict(x), where x may be any tuple or dict of tensors if you pass forward=lambda model, inputs: "
-        "model(...) to lw.fit."
+        "posterior.predict(x), where x may be any tuple or dict of tensors, such as (texts, torch.arange(len(texts))), "
+        "if you pass forward=lambda model, inputs: model(...) to lw.fit."
     )
 
 

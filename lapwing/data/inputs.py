@@ -73,8 +73,8 @@ class Inputs:
                 return leaf.shape[0]
         raise LapwingError(
             f"The inputs, {self}, hold no tensor whose first dimension is the batch. Pass such a tensor, by "
-            "torch.as_tensor(x), alone or within tuples, lists and dicts, and let forward=lambda model, inputs: "
-            "model(...) make the arguments of the network of it."
+            "torch.as_tensor(x), alone or within tuples, lists and dicts, as in (texts, torch.arange(len(texts))). Let "
+            "forward=lambda model, inputs: model(...) make the arguments of the network of it."
         )
 
     @unlocked_property

@@ -314,7 +314,7 @@ def _whole(output: Moments, kinds: int, activation: str | None, looks: bool) -> 
     mean, variance = output.mean, term.variance()
     mask = possible(mean).to(variance)
     share = mask / mask.sum(-1, keepdim=True)
-    rows = term.times(share)
+    rows = term.times(share.unsqueeze(1)).squeeze(1)
     parts = [variance, mask * (variance - 2 * rows + (rows * share).sum(-1, keepdim=True))]
     if kinds > 2:  # the others follow the average
         move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]

@@ -50,9 +50,7 @@ class FitData:
         """Reads the first batches; raises if the data cannot be used, or if `data_size` is too small."""
         training, held_out = Data(loader, model, options.sample_weights, options.data_size), None
         first = training.first
-        tune: Any = options.tune
-        if options.validation is not None:
-            tune = Validation(Data(options.validation, model, columns=training.columns))
+        tune: Any = options.tune if options.validation is None else Validation(options.validation)
         if tune is not None and tune.loader is not None:
             given = tune.loader
             held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
@@ -74,6 +72,7 @@ class FitData:
             return likelihood
         for samples in checked(data, tangent.device):
             rows = Batch.of(tangent, samples).rows()
+            likelihood.check(rows["outputs"], rows["targets"])  # before the columns are apart
             for key, head, f, y in likelihood.heads(rows["outputs"], rows["targets"]):
                 if key in sums:
                     sums[key].add(head, f, y, rows["weights"])

@@ -172,15 +172,13 @@ class BernoulliPrediction(DiscretePrediction):
         check_argument("mutual_information", "nodes", nodes, at_least(16), "48")
         draws = self.latent.draws
         if draws is None:
-            mean, variance = self.latent.mean, self.latent.variance
-            yes, no = (quadrature.information(sign * mean, variance, nodes) for sign in (1, -1))
-            information = yes + no
+            information = quadrature.information(self.latent.mean, self.latent.variance, nodes, both=True)
         else:
             wide = doubled(draws)  # (S, B, C)
             odds = F.logsigmoid(wide).logsumexp(0) - F.logsigmoid(-wide).logsumexp(0)
             inside = quadrature.sigmoid_entropy(wide).mean(0)
-            information = (quadrature.sigmoid_entropy(odds) - inside).clamp_min(0.0)
-        return information.sum(-1).to(self.log_odds)
+            information = (quadrature.sigmoid_entropy(odds) - inside).clamp_min(0.0).sum(-1)
+        return information.to(self.log_odds)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the answers, `Σ_c log p(y_c)`, (B,)."""

@@ -249,7 +249,7 @@ class ClassPrediction(DiscretePrediction):
         Cost: O(B C) and two products with the covariance, or O(draws B C).
         """
         if draws is None and self.latent.draws is None and not self.some and self.log_probs.shape[1] <= CLASSES:
-            return quadrature.information(*contrasts(self.latent), CLASS_NODES).sum(-1).to(self.log_probs)
+            return quadrature.information(*contrasts(self.latent), CLASS_NODES).to(self.log_probs)
         draws = 512 if draws is None else draws
         check_draws("mutual_information", "draws", draws)
         total, entropies, count = None, torch.zeros((), dtype=torch.float64), 0

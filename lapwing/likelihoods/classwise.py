@@ -35,51 +35,54 @@ _IMPOSSIBLE = -1e30  # logit of an impossible class
 
 def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
     """Returns the means and variances (B, C) of g, in float64."""
+    odds, variance, shift, scale = _expansion(latent)
+    less = (_STEEPEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
+    parts = less * odds, less.square() * variance, less.square() * shift, (0.5 * scale).clamp_min(0.5 / _STEEPEST)
+    share = quadrature.in_chunks(_share, CLASS_NODES, *parts)
+    return torch.addcmul(odds, less * share, shift, value=-1.0), variance
+
+
+def _expansion(latent: AnyLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns g_c(m), v_c and t_c (B, C), and the scale (B, 1) of the probit approximation."""
     mean, spread = doubled(latent.mean), doubled(latent.centred_variance)
     scale = (1.0 + (math.pi / 8.0) * spread.sum(-1, keepdim=True) / possible(mean).sum(-1, keepdim=True)).rsqrt()
+    # 1. the logits, and the logits without the top class, whose q and log(1 - p) come from the others (B, 2, C)
     mean = mean.clamp_min(_IMPOSSIBLE)
-    top = mean.argmax(-1, keepdim=True)  # its q and log(1 - p) come from the others, since 1 - p would lose digits
-
-    def moments(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `S q` (B, C), `qᵀS q` and `Σ_k q_k S_kk`, (B, 1) each."""
-        product = latent.covariance_times((q - q.mean(-1, keepdim=True)).to(latent.mean)).to(q)
-        product = product - product.mean(-1, keepdim=True)
-        return product, (q * product).sum(-1, keepdim=True), (q * spread).sum(-1, keepdim=True)
-
-    # 1. for all classes but the top one: q_k = p_k/(1 - p_c), from p (B, C) and S p
-    probs = (scale * mean).softmax(-1)
-    rest = 1.0 - probs.scatter(-1, top, 0.0)
-    product, square, diagonal = moments(probs)  # f_c - qᵀf is (f_c - pᵀf) / (1 - p_c)
-    variance = (spread - 2.0 * product + square) / rest.square()
-    shift = (rest * diagonal - probs * (spread - 2.0 * product) - square) / rest.square()
-    # 2. for the top class: q without it, (B, C)
-    product, square, diagonal = moments((scale * mean).scatter(-1, top, _IMPOSSIBLE).softmax(-1))
-    variance = nonnegative(variance.scatter(-1, top, (spread - 2.0 * product + square).gather(-1, top)))
-    shift = shift.scatter(-1, top, diagonal - square)
-
-    # 3. g_c(m) = log p_c - log(1 - p_c) (B, C), for the top class from the other logits
-    others = mean.scatter(-1, top, _IMPOSSIBLE).logsumexp(-1, keepdim=True)
-    logs = mean.log_softmax(-1)
-    odds = (logs - torch.log1p(-logs.exp().scatter(-1, top, 0.0))).scatter(-1, top, mean.gather(-1, top) - others)
-    # 4. κ (B, 1), and the means g_c(m) - κ t_c
-    less = (_STEEPEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
-    share = _share(less * odds, less.square() * variance, less.square() * shift, 0.5 * scale / less)
-    return odds - less * share * shift, variance
+    largest, place = mean.max(-1, keepdim=True)
+    mean = mean - largest
+    logits = torch.stack([mean, mean.scatter(-1, place, _IMPOSSIBLE)], 1)
+    top = logits[:, 1] < mean
+    # 2. p, and q of the top class (B, 2, C); the centred `S q`, `qᵀS q`, and `Σ_k q_k S_kk - qᵀS q` (B, 2, 1)
+    q = (scale.unsqueeze(1) * logits).softmax(-1)
+    product = latent.covariance_times((q - 1.0 / q.shape[-1]).to(latent.mean)).to(q)
+    product = product - product.mean(-1, keepdim=True)
+    square = (q * product).sum(-1, keepdim=True)
+    gaps = torch.bmm(q, spread.unsqueeze(-1)) - square
+    # 3. v_c and t_c (B, C): for other classes q_k = p_k/(1 - p_c), so f_c - qᵀf is (f_c - pᵀf)/(1 - p_c)
+    others = q[:, 0].masked_fill(top, 0.0)
+    rest = 1.0 - others
+    variance = torch.sub(spread.unsqueeze(1), product, alpha=2.0) + square
+    variance = nonnegative(torch.where(top, variance[:, 1], variance[:, 0]) / rest.square())
+    shift = torch.addcmul(torch.where(top, gaps[:, 1], gaps[:, 0]) / rest, others, variance, value=-1.0)
+    # 4. g_c(m) = f_c - log Σ_{k≠c} e^{f_k} (B, C), with f = 0 for the top class
+    sizes = logits[:, 1].exp()
+    sums = torch.log1p(sizes.sum(-1, keepdim=True) - sizes)
+    odds = mean - torch.where(top, logits[:, 1].logsumexp(-1, keepdim=True), sums)
+    return odds, variance, shift, scale
 
 
 def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
-    """Returns κ (B, 1) between 0 and 1, by Newton's method for `Σ_c E[σ(g_c)] = 1`."""
+    """Returns κ (B, 1) between 0 and 1, by two steps of Newton's method for `Σ_c E[σ(g_c)] = 1`."""
+    f, log_weights = quadrature.rule(torch.addcmul(odds, start, shift, value=-1.0), variance, 0.0, CLASS_NODES)
+    weights = log_weights.exp()
+    slopes = weights * shift[..., None]
 
-    def of(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
-        # nodes at the first κ; another κ moves them by its difference times -t_c
-        f, log_weights = quadrature.rule(odds - start * shift, variance, 0.0, CLASS_NODES)
-        weights, share = log_weights.exp(), start
-        for _ in range(2):
-            sigmoids = torch.sigmoid(f - ((share - start) * shift)[..., None])  # (B, C, nodes)
-            masses = weights * sigmoids
-            excess = masses.sum((-2, -1))[..., None] - 1.0
-            slope = ((masses * (1.0 - sigmoids)).sum(-1) * shift).sum(-1, keepdim=True)
-            share = (share + excess / slope.clamp_min(1e-12)).clamp(0.0, 1.0)
-        return share
+    def stepped(share: Tensor, f: Tensor) -> Tensor:
+        sigmoids = torch.sigmoid(f)  # (B, C, nodes)
+        excess = torch.einsum("bck,bck->b", weights, sigmoids)[:, None] - 1.0
+        falls = torch.addcmul(sigmoids, sigmoids, sigmoids, value=-1.0)  # σ (1 - σ)
+        slope = torch.einsum("bck,bck->b", slopes, falls)[:, None].clamp_min(1e-12)
+        return torch.addcdiv(share, excess, slope).clamp(0.0, 1.0)
 
-    return quadrature.in_chunks(of, CLASS_NODES, odds, variance, shift, start)
+    share = stepped(start, f)  # nodes at the first κ; another κ moves them by its difference times -t_c
+    return stepped(share, torch.addcmul(f, (start - share)[..., None], shift[..., None]))

@@ -123,7 +123,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         if len(self.noise_ratios) != like.shape[-1]:
             raise LapwingError(
                 f"Gaussian has noise variances of {len(self.noise_ratios)} outputs, and the outputs have shape "
-                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs. (Those that "
+                f"{tuple(like.shape)}. Pass one for each of {like.shape[-1]} outputs, or known variances of rows by "
+                "lw.fit(model, [(x, y, 1 / variance)], sample_weights=True, likelihood=lw.Gaussian(1.0)). (Those that "
                 "validation= chose for each position serve predictions and lw.scale_factor(..., by='validation').)"
             )
         return like.new_tensor(self.noise_ratios)

@@ -278,7 +278,8 @@ def _draws(family: dist.Distribution, count: int) -> Tensor:
     if isinstance(family, dist.Independent):
         return _draws(family.base_dist, count)
     if not isinstance(family, dist.VonMises):
-        return family.sample((count,))
+        y = family.sample((count,))
+        return y if y.is_floating_point() else y.float()  # such as rankings
     kappa = doubled(family.concentration).clamp_min(1e-9).expand(count, *family.batch_shape).flatten()
     ratio = (1.0 + (1.0 + 4.0 * kappa.square()).sqrt()) / (2.0 * kappa)
     angles, left = torch.empty_like(kappa), torch.arange(len(kappa), device=kappa.device)
@@ -316,6 +317,7 @@ def log_density(family: Any, y: Tensor) -> Tensor:
         if type(family) is dist.TransformedDistribution:  # torch checks the support of the transform only
             x = dist.ComposeTransform(family.transforms).inv(y)
             inside = inside & family.base_dist.support.check(x)  # type: ignore[union-attr]
+        inside = inside if inside.ndim == logs.ndim else inside.flatten(logs.ndim).all(-1)  # a check of each number
         return torch.where(inside, logs, -torch.inf)
     except NotImplementedError:  # the family defines no support
         return logs

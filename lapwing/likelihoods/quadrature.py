@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -46,44 +46,50 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     centred on the mass of the integrand, so that logarithms of tiny expectations are accurate. f is differentiable in
     mean and variance; the weights are constants.
     """
-    std = (variance + LEAST_VARIANCE).sqrt()
+    spread = (variance + LEAST_VARIANCE)[..., None]  # all shapes below are (..., 1), (..., 2) or (..., nodes)
+    mean, std = mean[..., None], spread.sqrt()
     with torch.no_grad():
         # 1. κ = -m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
         kink = -mean / std
-        centre = torch.minimum(slope * std, kink).clamp_min(0.0)
-        kink = (kink - centre).clamp(-_REACH, _REACH)
-        # 2. ω (..., 1), about 3/(h s) for large s, and below 1
-        width = _KINK / (_STRETCH * std.clamp_max(_WIDEST))
-        width = (width * (1.0 + width.square()).rsqrt())[..., None]
-        # 3. the u at which z - c = ±8, and even steps in u
-        ends = torch.stack([-_REACH - kink, _REACH - kink], -1) / _STRETCH
-        ends = torch.asinh(torch.sinh(ends) / width)  # (..., 2)
-        step = (ends[..., 1:] - ends[..., :1]) / (nodes - 1)
-        grown = (ends[..., :1] + step * torch.arange(nodes, dtype=mean.dtype, device=mean.device)).exp()  # e^u
+        centre = torch.minimum(slope * std, kink).clamp_min(0.0) if slope > 0 else None
+        kink = (kink if centre is None else kink - centre).clamp(-_REACH, _REACH)
+        # 2. ω, about 3/(h s) for large s, and below 1
+        edge = _KINK / _STRETCH
+        width = edge * (spread.clamp_max(_WIDEST**2) + edge**2).rsqrt()
+        # 3. the u at which z - c = ±8, and even steps in u between them
+        even = partial(torch.linspace, dtype=mean.dtype, device=mean.device)
+        ends = torch.sub(even(-_REACH / _STRETCH, _REACH / _STRETCH, 2), kink, alpha=1.0 / _STRETCH)
+        low, high = torch.asinh(ends.sinh() / width).split(1, -1)
+        u = torch.lerp(low, high, even(0.0, 1.0, nodes))
         # 4. z = c + κ + h asinh(y) with y = ω sinh u (..., nodes)
-        y = 0.5 * width * (grown - 1.0 / grown)
-        z = (centre + kink)[..., None] + _STRETCH * torch.asinh(y)
-        # 5. log of dz = h ω cosh(u)/√(1 + y²) du, times N(z; 0, 1)
-        density = 0.5 * _STRETCH * step * width * (grown + 1.0 / grown) * (1.0 + y.square()).rsqrt()  # dz
-        weights = density.log() - 0.5 * z.square() - 0.5 * math.log(2.0 * math.pi)
-    return mean[..., None] + std[..., None] * z, weights
+        y = width * u.sinh()
+        z = torch.add(kink if centre is None else centre + kink, y.asinh(), alpha=_STRETCH)
+        # 5. log of dz = h √((ω² + y²)/(1 + y²)) du, times N(z; 0, 1)
+        step = (_STRETCH / math.sqrt(2.0 * math.pi) / (nodes - 1)) * (high - low)
+        square = y.square()
+        logs = ((square + width.square()) / (square + 1.0)).log()
+        weights = torch.add(step.log(), logs - z.square(), alpha=0.5)
+    return torch.addcmul(mean, std, z), weights
 
 
-def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
-    """Returns `E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, elementwise: the part of one answer in a mutual information.
+def information(mean: Tensor, variance: Tensor, nodes: int = NODES, both: bool = False) -> Tensor:
+    """Returns `Σ_c E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, (B,), for f (B, C): the part of yes in an information.
 
-    It is never negative, and 0 at a variance of 0: the integrand is `p [(1 + d) log(1 + d) - d]` with `d = σ/p - 1`.
+    `both` adds the part of no, with σ(-f). The result is never negative, and 0 at a variance of 0: the integrand is
+    `p [r log r - (r - 1)]` with `r = σ/p`.
     """
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
         f, log_weights = rule(mean, variance, 0.0, nodes)
-        weights, sigmoids = log_weights.exp(), torch.sigmoid(f)
+        weights = log_weights.exp().unsqueeze(1)
+        sigmoids = torch.sigmoid(torch.stack([f, -f], 1) if both else f.unsqueeze(1))  # (B, answers, C, nodes)
         p = (weights * sigmoids).sum(-1, keepdim=True)
-        d = (sigmoids / p.clamp_min(1e-30)).clamp_min(1e-12) - 1.0  # for derivatives; ONNX has constants in float32
-        values = (weights * ((1.0 + d) * torch.log1p(d) - d)).sum(-1) * p.squeeze(-1)
-        return values * (variance / (variance + LEAST_VARIANCE))
+        ratio = (sigmoids / p.clamp_min(1e-30)).clamp_min(1e-12)  # for derivatives; ONNX has constants in float32
+        values = torch.xlogy(ratio, ratio) - (ratio - 1.0)
+        weights = weights * (p * (variance / (variance + LEAST_VARIANCE))[:, None, :, None])
+        return torch.einsum("back,back->b", weights, values)
 
-    return in_chunks(of, nodes, mean, variance)
+    return in_chunks(of, 2 * nodes if both else nodes, mean, variance)
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
@@ -173,4 +179,5 @@ def in_chunks(function: Callable[..., Tensor], nodes: int, *values: Tensor) -> T
     if torch.compiler.is_compiling():  # chunks would fix the batch size of an exported program
         return function(*values)
     length = max(1, _CHUNK_NUMBERS // (nodes * max(1, values[0][:1].numel())))
-    return torch.cat([function(*parts) for parts in zip(*(rows.split(length) for rows in values), strict=True)])
+    parts = [function(*rows) for rows in zip(*(value.split(length) for value in values), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -41,16 +41,8 @@ def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, return
     """Returns the error for a result that the network `returned`, whose outputs `out` are no rows of the samples."""
     name, samples = type(model).__name__, inputs.samples
     floats = isinstance(out, Tensor) and out.is_floating_point()
-    if isinstance(out, Tensor) and out.ndim > 1 and not out.numel() and out.shape[0] == samples > 0:
-        return CallRefused(
-            f"{name} returns {describe(out)}, which has no entries. Pass a network with at least one output for each "
-            "sample.",
-            f"it returns {describe(out)}",
-        )
-    if not floats or not 2 <= out.ndim <= 5:
+    if not floats or not 2 <= out.ndim <= 5 or (len(out) == samples and not out.numel()):
         found = describe(returned)
-        if isinstance(out, Tensor) and out.ndim == 0:
-            found += " (squeeze() also removes the batch of a single sample: write squeeze(-1))"
         entry = _entry_of_outputs(returned, samples)
         line = f"inputs: {_how_called(inputs, forward, 'inputs')}{entry or '...'} to return one"
         return CallRefused(
@@ -100,13 +92,18 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     words = (
         ("argument",)
         if isinstance(error, TypeError)
-        else ("shape", "size", "type", "dimension", "index", "input", "offset")
+        else ("shape", "size", "type", "dimension", "index", "input", "offset", "numpy() on tensor")
     )
     return any(word in str(error).lower() for word in words)
 
 
-def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> CallRefused:
+def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> LapwingError:
     """Returns the error for inputs that the network rejects, with the call and the remedy."""
+    if "numpy() on Tensor" in str(error):
+        return LapwingError(
+            f"{type(model).__name__} leaves torch in forward(), by numpy(), and gradients cannot follow. Write this "
+            "step in functions of torch, or h.detach().numpy(): then only later layers count."
+        )
     weight = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     leaves = inputs.tensors
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)

@@ -21,7 +21,7 @@ from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
-from .call import Call
+from .call import Call, output_tensor
 from .call_errors import CallRefused, OutputsWithPositions
 from .eager import real, without_compiled
 from .functional import FirstCall, first_call
@@ -253,15 +253,21 @@ def _few(call: Call, inputs: Inputs, rows: int) -> Inputs:
 
 def _of_few_rows(call: Call, inputs: Inputs, error: CallRefused) -> LapwingError:
     """Returns the error of the whole batch if the network rejects it, or else the error of the first few rows."""
+    name = type(call.model).__name__
     try:
         with torch.no_grad(), without_compiled():
-            call.rows(inputs)
+            outputs = call.rows(inputs)
     except CallRefused as whole:
         return whole
-    if "squeeze(-1)" in error.reason:
-        return error
+    with contextlib.suppress(Exception), torch.no_grad(), without_compiled():
+        single = output_tensor(call(inputs.take(slice(1))))
+        if single.numel() == outputs[0].numel() and single.shape[:1] != (1,):
+            return LapwingError(
+                f"The outputs of {name} have the shape {tuple(outputs.shape)} at {len(outputs)} samples, and no "
+                "dimension of the batch at one sample: squeeze() removes it. Write squeeze(-1), or leave it out."
+            )
     return LapwingError(
-        f"{type(call.model).__name__} accepts the first batch, {inputs}, but not a few of its rows: "
+        f"{name} accepts the first batch, {inputs}, but not a few of its rows: "
         f"{error.reason}. Each row of the first dimension is a sample, and the network must accept any number. {JOINED}"
     )
 

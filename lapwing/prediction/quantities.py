@@ -168,7 +168,8 @@ def quantity(
         if not depends:
             raise LapwingError(
                 "The result of the function of posterior.of does not depend on f. Call f(x) instead of the network "
-                "itself."
+                "itself, read f.weight[name] instead of a parameter, and run a part of the network by "
+                "torch.func.functional_call(part, weights, x) with its weights from f.weight."
             )
         if not all(map(is_finite, [numbers.detach(), root, *gradient.values()])):
             raise LapwingError(

@@ -393,27 +393,41 @@ def _warn_of_shift(posterior: Posterior, held_out: Data) -> None:
     labels = torch.cat([part.targets for part in parts])
     counted = likelihood.labelled(labels)
     logits, labels = (logits, labels) if counted is None else (logits[counted], labels[counted])
+    name, present = type(tangent.model).__name__, torch.arange(tangent.outputs, device=logits.device)
+    # 1. the classes with a held-out label: the labels show no constant for another class
+    if likelihood.activation == "softmax" and labels.ndim == 1:
+        present, labels = labels.long().unique(return_inverse=True)
+        absent = sorted({*range(tangent.outputs)} - {*present.tolist()})
+        expected = float(logits.softmax(-1)[:, absent].sum())
+        if expected > 10:  # the probability that all of them are missing by chance is below e^-10
+            log.warning(
+                "The classes %s have no held-out label, and %s expects about %.0f of %d there. Pass held-out data with "
+                "all classes that occur in use.", absent[:10], name, expected, len(labels),
+            )  # fmt: skip
+        logits = logits[:, present]
+    outputs = len(present)
 
     def score(point: Tensor) -> Tensor:
-        """Returns the mean log likelihood of `f e^s + b` at the point (s, b), with a penalty for absent classes."""
+        """Returns the mean log likelihood of `f e^s + b` at the point (s, b), with a penalty for rare classes."""
         scores = likelihood.log_prob(logits * point[0].exp() + point[1:], labels)
         return scores.mean() - point.square().sum() / (50 * len(labels))
 
-    # 1. the best s at b = 0, the best (s, b), and the gain of b
-    start, most = logits.new_zeros(1 + tangent.outputs), [LARGEST_SHIFT] * (1 + tangent.outputs)
+    # 2. the best s at b = 0, the best (s, b), and the gain of b
+    start, most = logits.new_zeros(1 + outputs), [LARGEST_SHIFT] * (1 + outputs)
     scaled = ascend(lambda point: score(torch.cat([point, start[1:]])), start[:1], [-LARGEST_SHIFT], [LARGEST_SHIFT])
     best = ascend(score, start, [-bound for bound in most], most)
     nll = -float(score(torch.cat([scaled, start[1:]])))
     gain = nll + float(score(best))
     least = min(WORTHWHILE_SHIFT, WORTHWHILE_SHARE * nll) if likelihood is posterior.likelihood else 0.0
-    if gain > least and 2 * len(labels) * gain > 10 + 3 * tangent.outputs:
-        # 2. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
+    if gain > least and 2 * len(labels) * gain > 10 + 3 * outputs:
+        # 3. f e^s + b = e^s (f + b e^-s): the constants for the logits of the network
         shift = best[1:] / best[0].exp()
         shift = shift - shift.mean() if likelihood.activation == "softmax" else shift
+        shift = shift.new_zeros(tangent.outputs).index_copy(0, present, shift)
         log.warning(
             "A constant for each logit of %s gains %.2g of %.2g nats per held-out sample, and validation= only divides "
             "the logits. If it was trained on resampled data or with weights of labels, leave the weights out of the "
             "likelihood, and write forward=lambda model, inputs: model(inputs) + torch.tensor(%s). Or write "
             "tune=lw.Validation(held_out, calibration='matrix'), which fits an affine map of the logits.",
-            type(tangent.model).__name__, gain, nll, [round(value, 2) for value in shift.tolist()],
+            name, gain, nll, [round(value, 2) for value in shift.tolist()],
         )  # fmt: skip

@@ -195,8 +195,11 @@ def test_eigenvalues_of_a_last_layer(rotated):
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=F64))[0] if rotated else None
     term = EigenTerm(basis, torch.rand(3, 5, generator=generator, dtype=F64))
-    mean, vectors = torch.randn(2, 3, 5, generator=generator, dtype=F64)
-    torch.testing.assert_close(term.times(vectors), torch.einsum("bcd,bd->bc", term.dense(), vectors))
+    mean, vectors = (
+        torch.randn(3, 5, generator=generator, dtype=F64),
+        torch.randn(3, 2, 5, generator=generator, dtype=F64),
+    )
+    torch.testing.assert_close(term.times(vectors), torch.einsum("bcd,bkd->bkc", term.dense(), vectors))
     torch.testing.assert_close(
         information(Latent(mean, (term,))), information(Latent(mean, (DenseTerm(term.dense()),)))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -496,3 +497,33 @@ def test_draws_of_angles_follow_their_density(monkeypatch) -> None:
     resultant = dist.VonMises(3.0, kappa[:, 0]).variance.sub(1).neg()
     drawn = torch.polar(torch.ones(4096, 5), prediction.sample(4096)).mean(0).abs()
     assert ((drawn - resultant).abs() < 0.05).all()
+
+
+@pytest.mark.parametrize("events", [0, 1])
+def test_rankings_are_integers_and_their_support_may_forget_the_event(events):
+    """Plackett-Luce: a ranking of four items is drawn as integers, and each of its numbers is between 0 and 3."""
+    places = dist.constraints.integer_interval(0, 3)
+
+    class PlackettLuce(dist.Distribution):
+        arg_constraints: ClassVar[dict] = {}
+        support = dist.constraints.independent(places, 1) if events else places
+
+        def __init__(self, scores: Tensor) -> None:
+            self.scores = scores
+            super().__init__(scores.shape[:-1], scores.shape[-1:], validate_args=False)
+
+        def log_prob(self, value: Tensor) -> Tensor:
+            scores, value = torch.broadcast_tensors(self.scores, value)
+            chosen = scores.gather(-1, value.long())
+            return (chosen - chosen.flip(-1).logcumsumexp(-1).flip(-1)).sum(-1)
+
+        def sample(self, shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+            return (self.scores - torch.empty(shape + self.scores.shape).exponential_().log()).argsort(-1)
+
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    y, likelihood = x @ torch.randn(3, 4, generator=torch.Generator().manual_seed(1)), lw.FromDistribution(PlackettLuce)
+    posterior = lw.fit(nn.Linear(3, 4).eval(), (x, y.argsort(1)), likelihood=likelihood)
+    prediction = posterior.predict(x)
+    torch.testing.assert_close(prediction.mean.sum(1), torch.full((40,), 6.0))
+    assert prediction.sample(5).shape == (5, 40, 4)
+    assert prediction.log_prob(y.argsort(1)).isfinite().all()

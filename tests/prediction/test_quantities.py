@@ -52,6 +52,24 @@ def fitted(method: Any = None, model: nn.Module | None = None, **options: Any) -
     return lw.fit(model, (x, y), method or lw.Full(), likelihood=likelihood, prior_precision=2.0, **options)
 
 
+def test_a_part_of_the_network() -> None:
+    """The refusal of `model[:2](x)` names this line."""
+    posterior, x = fitted(), data(3, seed=2)[0]
+    model: Any = posterior.model
+    part = model[:2]
+    names = ("0.weight", "0.bias")
+    found = posterior.of(lambda f: functional_call(part, {name: f.weight[name] for name in names}, x).flatten())
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    rows = torch.func.jacrev(lambda own: functional_call(part, own, x).flatten())(
+        {name: weights[name] for name in names}
+    )
+    g = torch.cat([rows[name].flatten(1) for name in names], 1)
+    both = torch.func.jacrev(lambda weights: functional_call(model, weights, data()[0]).flatten())(weights)
+    jacobian = torch.cat([both[name].flatten(1) for name in weights], 1)
+    dense = torch.linalg.inv(jacobian.T @ jacobian / 0.1 + 2.0 * torch.eye(jacobian.shape[1], dtype=F64))
+    close(found.covariance, g @ dense[: g.shape[1], : g.shape[1]] @ g.T, 1e-10)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=[str(method).partition("(s")[0] for method in METHODS])
 def test_every_structure(method: Any) -> None:
     """Linear functions have the covariance of the joint latent, and a weight its marginal variance."""

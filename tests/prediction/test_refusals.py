@@ -134,7 +134,7 @@ REFUSED = [
     (lambda: of(lambda f: f(X).detach()), f"{NO_GRADIENT} … detach"),
     (lambda: of(lambda f: f(X).argmax(1)), f"{NO_GRADIENT} … argmax"),
     (lambda: of(lambda f: 1.0), NO_GRADIENT),
-    (lambda: of(lambda f: posterior().model(X)), "does not depend on f … f(x)"),
+    (lambda: of(lambda f: posterior().model(X)), "does not depend on f … f(x) … f.weight[name] … functional_call(part"),
     (lambda: of(lambda f: f.weight["0.wait"]), "no weight '0.wait' … f.weight['0.weight']"),
     (lambda: of(lambda f: f([(X, Y)])), "f, batch: f(batch[0])"),
     (lambda: of(lambda f, batch: f(batch[0]), [(X, Y), (X[:3], Y[:3])]), "shape (12, 2) and then shape (3, 2)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -331,6 +332,19 @@ def test_a_temperature_between_two_candidates_is_found(temperature):
     posterior = lw.fit(model, (x[:1000], y[:1000]), validation=(x[1000:], y[1000:]))
     assert posterior.logit_temperature == pytest.approx(best, abs=0.01)
     assert best > 1.02
+
+
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_classes_without_a_held_out_label_are_named_and_get_no_constant(shift, caplog):
+    generator, x = torch.Generator().manual_seed(0), torch.randn(600, 2, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Linear(2, 4).eval()
+    y = torch.multinomial(model(x).detach().softmax(1), 1, generator=generator)[:, 0]
+    with torch.no_grad():
+        model.bias[1] += shift
+    lw.fit(model, (x[:200], y[:200]), validation=(x[200:][y[200:] < 2], y[200:][y[200:] < 2]))
+    assert "The classes [2, 3] have no held-out label, and Linear expects about" in caplog.text
+    constants = re.findall(r"torch\.tensor\((.*)\)\. Or", caplog.text)
+    assert [json.loads(found)[2:] for found in constants] == [[0.0, 0.0]] * (shift > 0)
 
 
 @pytest.mark.parametrize("weight", [1.5, None])
