@@ -86,7 +86,7 @@ def test_a_message_says_the_first_reason_with_three_layers() -> None:
 
 # --- what a network does ---------------------------------------------------------------------------------------------
 EVERY = lw.matching("*")
-X, Y = torch.rand(6, 4).double(), torch.arange(6) % 3
+X, Y = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(6) % 3
 
 
 def later(model: nn.Module, first: Any, then: Any, forward: Any = None) -> None:
