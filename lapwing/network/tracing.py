@@ -285,19 +285,21 @@ def _backward(
     u, count = u.to(outputs), len(u)
     if not outputs.requires_grad:
         return [use.out.new_zeros(count, *use.out.shape) for use in noted]
-    edges = [use.edge for use in noted]
+    edges, parts = [use.edge for use in noted], None
     options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
-    grads: Sequence[Tensor | None] | None = None
-    if batched and count > 1 and count * sum(use.out.numel() for use in noted) <= BATCHED_BACKWARD:
+    step = min(count, BATCHED_BACKWARD // max(1, sum(use.out.numel() for use in noted)))
+    if batched and step > 1:
         with batching_quiet(), contextlib.suppress(RuntimeError):  # an operation that cannot be batched
-            grads = _together(outputs, edges, u.contiguous(), options)
-    if grads is None:
-        grads = _one_by_one(outputs, edges, u, options)
+            parts = _in_steps(outputs, edges, u.contiguous(), options, step)
+    grads = _in_steps(outputs, edges, u, options, 1) if parts is None else parts
     return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
 
 
-def _together(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
-    """Computes the gradients of all cotangents in one pass. `is_grads_batched` would run each convolution R times."""
+def _in_steps(
+    outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool], step: int
+) -> list[Tensor | None]:
+    """Computes the gradients of some cotangents at a time. `is_grads_batched` would run each convolution R times."""
+    joined: list[Tensor | None] = [None] * len(edges)
     reached: list[int] = []
 
     def back(row: Tensor) -> list[Tensor]:
@@ -305,22 +307,15 @@ def _together(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: di
         reached[:] = [i for i, part in enumerate(parts) if part is not None]
         return [parts[i] for i in reached]
 
-    found = dict(zip(reached, torch.func.vmap(back)(u), strict=True))
-    return [found.get(i) for i in range(len(edges))]
-
-
-def _one_by_one(outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool]) -> list[Tensor | None]:
-    """Computes the gradients of one cotangent after the other, and copies each into one tensor per use."""
-    if len(u) == 1:
-        parts = torch.autograd.grad(outputs, edges, u[0], **options)
-        return [None if part is None else part.unsqueeze(0) for part in parts]
-    joined: list[Tensor | None] = [None] * len(edges)
-    for r, row in enumerate(u):
-        for i, part in enumerate(torch.autograd.grad(outputs, edges, row, **options)):
-            if part is None:
+    for start in range(0, len(u), step):
+        rows = u[start : start + step]
+        found = torch.func.vmap(back)(rows) if len(rows) > 1 else [part.unsqueeze(0) for part in back(rows[0])]
+        for i, part in zip(reached, found, strict=True):
+            if step >= len(u):
+                joined[i] = part
                 continue
             whole = joined[i]
             if whole is None:
-                whole = joined[i] = part.new_empty(part.shape[0], len(u), *part.shape[1:])
-            whole[:, r] = part
-    return [None if whole is None else whole.transpose(0, 1) for whole in joined]
+                whole = joined[i] = part.new_empty(part.shape[1], len(u), *part.shape[2:]).transpose(0, 1)
+            whole[start : start + step] = part
+    return joined
