@@ -31,7 +31,7 @@ from ..posterior import Posterior
 from ..prediction import DefaultWay, Linearized, Scaled, Way
 from ..prediction.streamlined import Streamlined
 from ..tuning import Amortized, scale_factor
-from .export import Observe, trace
+from .export import Observe, Results, trace
 from .predictor import Predictor
 
 log = logging.getLogger("lapwing")
@@ -120,9 +120,8 @@ def deploy(
                 "Write outputs='scores' for a posterior of the last layer, or novelty=lw.novelty(posterior.model, ...)."
             )
     layer = None if outputs == "latent" else posterior.likelihood.features_read
-    traced = trace(
-        posterior.tangent, posterior.covariance, exported, example, observe, kinds, linearised, novelty, layer
-    )  # fmt: skip
+    wanted = Results(observe, kinds, novelty, layer)
+    traced = trace(posterior.tangent, posterior.covariance, exported, example, wanted, linearised)
     returns += ("beyond",) if isinstance(exported, Amortized) else ()
     last = () if novelty is None else ("novelty" if novelty.held_out is None else "p_value",)
     return Predictor(traced, names, keys, (*returns, *last), via, df)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,6 +35,20 @@ from .head import latent_of, moments_of, read_head, squares_of_weights
 Observe = Callable[[Latent, Tensor | None], tuple[Tensor, ...]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a deployed network returns: `observe` maps a latent with its first `kinds` of moments to tensors.
+
+    It also gets the features of the block `layer` (see `features_at`; None: no features). The score or the p-value of
+    `novelty` is one more result.
+    """
+
+    observe: Observe
+    kinds: int
+    novelty: Novelty | None = None
+    layer: str | None = None
+
+
 Traced = tuple[fx.GraphModule, Any, tuple[dict[int, str], ...]]
 """A module of calls on leaves of the inputs, its example, and for every leaf: dimension -> name of a free length."""
 
@@ -43,17 +58,12 @@ def trace(
     covariance: Covariance,
     via: Streamlined | Amortized,
     inputs: Inputs,
-    observe: Observe,
-    kinds: int,
+    wanted: Results,
     linearised: bool,
-    novelty: Novelty | None = None,
-    layer: str | None = None,
 ) -> Traced:
-    """Exports the moments at the outputs as calls on tensors, which need rules or slopes in closed form.
+    """Exports the results as calls on tensors, which need rules or slopes in closed form.
 
-    `observe` maps a latent with the first `kinds` of the moments that `moments_of` lists, and the features of `layer`
-    (see `features_at`; None: no features), to results. With `linearised` only the last layer may be uncertain, as for
-    `Linearized`. The score or p-value of `novelty` is one more result.
+    With `linearised` only the last layer may be uncertain, as for `Linearized`.
     """
     inputs = Inputs.of(inputs, tangent.device)
     inputs = _with_distinct_lengths(inputs.with_leaves({place: x.detach() for place, x in enumerate(inputs.leaves)}))
@@ -63,10 +73,10 @@ def trace(
             raise _one_size(tangent)
         run: Run
         if isinstance(via, Amortized):
-            run = AmortizedRun(via, graph, inputs, observe, kinds, tangent, novelty, layer)
+            run = AmortizedRun(via, graph, inputs, wanted, tangent)
         else:
             program = _program(tangent, covariance, graph, via, inputs)
-            run = StreamlinedRun(program, inputs, observe, kinds, tangent, novelty, layer)
+            run = StreamlinedRun(program, inputs, wanted, tangent)
             if linearised:
                 _check_last_layer(program, run, tangent)
         with quiet():
@@ -149,34 +159,25 @@ def _one_size(tangent: Tangent) -> LapwingError:
     )
 
 
-class Run(nn.Module):
-    """The module that is exported: moments of the outputs, and what `observe` makes of a latent with them.
+class Run(nn.Module, ABC):
+    """The module that is exported: moments of the outputs, and the results that are wanted of them.
 
-    `values` are those of the network's calls at the example, by name.
+    `values` are the values of the network's calls at the example, by name.
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        values: Mapping[str, Any],
-        inputs: Inputs,
-        observe: Observe,
-        kinds: int,
-        tangent: Tangent,
-        novelty: Novelty | None,
-        layer: str | None,
+        self, graph: Graph, values: Mapping[str, Any], inputs: Inputs, wanted: Results, tangent: Tangent
     ) -> None:
         super().__init__()
-        self.graph, self.observe, self.kinds, self.dtype = graph, observe, kinds, tangent.dtype
+        self.graph, self.dtype = graph, tangent.dtype
+        self.observe, self.kinds, self.novelty, self.layer = wanted.observe, wanted.kinds, wanted.novelty, wanted.layer
         self.logits = tangent.call.activation, tangent.call.looks
-        self.novelty, self.features = novelty, "" if novelty is None else _features(novelty, values, inputs)
-        self.layer, self.of_noise = layer, graph.output
-        if layer:
-            self.of_noise = _equal_value(values, features_at(tangent, layer, inputs)) or _no_features(tangent, layer)
+        self.features = "" if self.novelty is None else _features(self.novelty, values, inputs)
+        self.of_noise = _read_by(values, tangent, self.layer, inputs) if self.layer else graph.output
 
+    @abstractmethod
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         """Returns means, `moments_of` the latent, the values of the network's calls by name, and further outputs."""
-        raise NotImplementedError
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Returns the results of `observe`, further outputs, and the novelty."""
@@ -197,15 +198,12 @@ class Run(nn.Module):
 class AmortizedRun(Run):
     """The network's calls, and the head of an amortised way. Beyond the guard variances are the largest of the fit."""
 
-    def __init__(self, way: Amortized, graph: Graph, inputs: Inputs, observe: Observe, kinds: int, tangent: Tangent,
-                 novelty: Novelty | None, layer: str | None) -> None:  # fmt: skip
+    def __init__(self, way: Amortized, graph: Graph, inputs: Inputs, wanted: Results, tangent: Tangent) -> None:
         graph = dataclasses.replace(graph, tensors=_copies(graph))
         values = graph.run(inputs)
-        super().__init__(graph, values, inputs, observe, kinds, tangent, novelty, layer)
-        self.head, self.inputs, self.read = way.head, inputs, graph.output
-        if way.layer:
-            found = _equal_value(values, features_at(tangent, way.layer, inputs))
-            self.read = found or _no_features(tangent, way.layer)
+        super().__init__(graph, values, inputs, wanted, tangent)
+        self.head, self.inputs = way.head, inputs
+        self.read = _read_by(values, tangent, way.layer, inputs) if way.layer else graph.output
 
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         inputs = self.inputs.with_leaves(dict(enumerate(leaves)))
@@ -225,16 +223,7 @@ class StreamlinedRun(Run):
     `observe` gets a latent of this dtype. `complete` is whether the program computes the covariances of the outputs.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        inputs: Inputs,
-        observe: Observe,
-        kinds: int,
-        tangent: Tangent,
-        novelty: Novelty | None,
-        layer: str | None,
-    ) -> None:
+    def __init__(self, program: Program, inputs: Inputs, wanted: Results, tangent: Tangent) -> None:
         samples, fixed = inputs.samples, dict(program.weights())
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
@@ -243,13 +232,13 @@ class StreamlinedRun(Run):
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
-                head = read_head(program, step, values, samples, kinds)
+                head = read_head(program, step, values, samples, wanted.kinds)
             values[name] = program.step(step, values, samples)
             if all(source in fixed for source in step.sources) and step.sources:
                 fixed[name] = values[name]
             elif head is None or step not in end:
                 steps.append(step)
-        super().__init__(program.graph, values, inputs, observe, kinds, tangent, novelty, layer)
+        super().__init__(program.graph, values, inputs, wanted, tangent)
         self.program, self.values, self.steps, self.head, self.end = program, fixed, tuple(steps), head, end
         self.complete = head is not None or values[program.graph.output].covariance is not None
 
@@ -290,7 +279,11 @@ def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
     return None
 
 
-def _no_features(tangent: Tangent, layer: str) -> NoReturn:
+def _read_by(values: Mapping[str, Any], tangent: Tangent, layer: str, inputs: Inputs) -> str:
+    """Returns the name of the value that equals the inputs of a layer."""
+    name = _equal_value(values, features_at(tangent, layer, inputs))
+    if name is not None:
+        return name
     raise LapwingError(
         f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of "
         "each input, or an amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write "

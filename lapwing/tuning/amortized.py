@@ -49,7 +49,7 @@ GOOD_RATIO, GOOD_RANK = (0.9, 1.1), 0.9
 
 
 class Agreement(NamedTuple):
-    """Variances of the head beside the exact ones. If they are equal, ratio and rank are 1; NaN without two inputs."""
+    """Compares variances of the head with exact ones. If they agree, ratio and rank are 1; NaN without two inputs."""
 
     ratio: float  # mean variance by the head over the exact one, within the guard
     rank: float  # rank correlation of the summed variances of the inputs, within the guard
@@ -122,7 +122,7 @@ def codes_of(covariance: Tensor) -> Tensor:
 
 
 def product(variance: Tensor, factor: Tensor) -> Tensor:
-    """Returns the covariances (B, C, C) of what a head returns."""
+    """Returns covariances (B, C, C) from variances (B, C) and a factor of correlations (B, C, C)."""
     root = variance.sqrt()[:, :, None] * factor
     return root @ root.mT
 
@@ -134,7 +134,7 @@ class Amortized(Way):
     Attributes:
         head: the network and its guard.
         layer: block whose inputs are features.
-        centred: whether the covariances are those of the outputs minus their average, which softmaxes read.
+        centred: whether the average of the outputs is subtracted, since a softmax does not read it.
         posterior: fingerprints of the covariance of the posterior, which no other posterior shares.
         agreement: how well it agrees at rows that it has not seen.
     """
@@ -194,8 +194,8 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
     `Cov[f(x)] ≈ diag(v)^½ U(z) U(z)ᵀ diag(v)^½` with `v = exp(h(z))` (C,) and U (C, C) with rows of length 1. z are the
     inputs of the last treated layer, the outputs, and the inputs of the network if these are rows of numbers. h and U
     are learned from the exact covariances at data, unlabelled inputs, and corruptions of both: mixtures of two rows,
-    noise, rows stretched about their mean, entries of other rows. For softmax outputs the covariances are those of the
-    logits minus their average.
+    noise, rows stretched about their mean, entries of other rows. Before a softmax the average of the logits is
+    subtracted.
 
     Beyond a guard, the 99th percentile of the Mahalanobis distance of z at left-out rows, the way predicts exactly. The
     network of `lw.deploy(posterior, x, via=way)` has no exact variances: it uses the largest ones of the fit there, and
@@ -213,6 +213,7 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
 
     Cost: exact predictions of 4 000 rows and 16 000 corrupted ones, and 8 000 steps of the head: half a minute for a
     small network on a CPU. A prediction costs a forward pass, and exact predictions of the inputs beyond the guard.
+    All rows z and covariances are in memory at once, whatever `memory=` was in the fit.
 
     Source: after knowledge distillation; the targets are exact and need no labels. `docs/deployment.md` has a trial.
 

@@ -155,6 +155,25 @@ def test_one_input_many_batches_and_low_precision() -> None:
     assert coarse.predict(x.bfloat16(), via=low).std.shape == (30, 1)
 
 
+def test_a_loader_that_refills_its_tensors_gives_the_same_way() -> None:
+    posterior, way = fitted("mean")
+    x, y = inputs(400, 1), inputs(400, 2)[:, :1]
+
+    class Refilled:
+        def __iter__(self) -> Any:
+            kept = x[:50].clone(), y[:50].clone()
+            for start in range(0, 400, 50):
+                kept[0].copy_(x[start : start + 50])
+                kept[1].copy_(y[start : start + 50])
+                yield kept
+
+    for given in (Refilled(), [(x[i : i + 50], y[i : i + 50]) for i in range(0, 400, 50)]):
+        again = lw.amortize(posterior, given)
+        assert again.check(posterior, inputs(100, 3)).rank > 0.95
+        found, wanted = (posterior.latent(inputs(100, 3), via=each).variance for each in (again, way))
+        torch.testing.assert_close(found.log(), wanted.log(), rtol=0, atol=0.2)
+
+
 def test_unlabelled_inputs_widen_the_guard() -> None:
     posterior, way = fitted("mean")
     data, new = (inputs(400, 1), inputs(400, 2)[:, :1]), 5 + inputs(400, 8)
@@ -185,6 +204,15 @@ def of(outputs: int) -> lw.Posterior[Any]:
     return lw.fit(model, (inputs(30, 1), torch.arange(30) % outputs), prior_precision=1.0)
 
 
+LABELS = torch.arange(60).reshape(30, 2) % 3
+
+
+def at_positions() -> lw.Posterior[Any]:
+    """A posterior of three logits at two positions."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3))).eval()
+    return lw.fit(model, (inputs(30, 1), LABELS), prior_precision=1.0)
+
+
 REFUSALS = {
     "another posterior": (
         lambda posterior, way: posterior.with_prior(3.0).predict(inputs(5, 1), via=way),
@@ -212,6 +240,7 @@ REFUSALS = {
     ),
     "many outputs": (lambda posterior, way: lw.amortize(of(30), (inputs(30, 1), torch.arange(30))), "are 30 for each"),
     "no posterior": (lambda posterior, way: lw.amortize(posterior.model, (inputs(50, 1),)), "takes a posterior first"),
+    "positions": (lambda posterior, way: lw.amortize(at_positions(), (inputs(30, 1), LABELS)), "have positions"),
     "uncertain inputs": (lambda posterior, way: posterior.latent(lw.Uncertain(inputs(5, 1), 0.1), way), "ncertain"),
 }
 """Name -> call of a posterior and its way, and words of the message."""
