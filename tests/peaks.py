@@ -171,6 +171,13 @@ def deployed() -> Call:
     return lambda n: lw.deploy(posterior, x[:8])(x[:n])
 
 
+def amortized(hidden: int) -> Call:
+    posterior, (x, y) = fitted(hidden=hidden), data(4000)
+    amortized = sys.modules["lapwing.tuning.amortized"]
+    amortized.HEAD_STEPS = 20  # type: ignore[attr-defined]
+    return lambda n: lw.amortize(posterior, loader(x[: n + 200], y[: n + 200]))
+
+
 def on_posterior(method: str, *arguments: Any, hidden: int = 500) -> Call:
     posterior = fitted(hidden=hidden)
     return lambda n: getattr(posterior, method)(*arguments)
@@ -211,6 +218,8 @@ CASES: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "sensitivity": (sensitive, {}),
     "mixture": (mixed, {}),
     "deploy": (deployed, {}),
+    "amortize": (amortized, {"hidden": 50}),
+    "amortize: wide": (amortized, {"hidden": 500}),
 }
 
 
