@@ -15,7 +15,7 @@ endif
 # bytecode is kept, also where the environment says no: without it every process of the tests rewrites and compiles all files
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-integrations test-oldest test-newest lint bench papers verify docs release-check
+.PHONY: demo test test-slow test-gpu test-integrations test-oldest test-newest lint bench papers verify docs pictures release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -60,9 +60,13 @@ papers: .venv/installed
 verify: .venv/installed
 	$(BIN)/python -m papers verify
 
-# builds the site into docs/_build/html; a warning is an error. GALLERY=1 runs the scripts of examples/tasks for their pictures
+# builds the site into docs/_build/html; a warning is an error
 docs: .venv/installed-docs
-	GALLERY=$(GALLERY) $(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+
+# runs the scripts of examples/tasks that changed, for the pictures that the site shows
+pictures: .venv/installed-docs
+	$(BIN)/python tools/gallery.py
 
 # builds the release, and runs it where nothing but the wheel and what it declares is installed
 release-check: | $(BIN)/pip
