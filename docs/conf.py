@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docutils import nodes
 
 import lapwing
 
@@ -101,7 +104,9 @@ html_css_files = ["pages.css"]
 html_show_copyright = False
 html_show_sourcelink = False
 if REPOSITORY:
-    html_theme_options = {"footer_icons": [{"name": "Source", "url": REPOSITORY[1], "html": "Source code", "class": ""}]}
+    html_theme_options = {
+        "footer_icons": [{"name": "Source", "url": REPOSITORY[1], "html": "Source code", "class": ""}]
+    }
 
 
 PAGES = (
@@ -214,6 +219,24 @@ def shorten_defaults(
     return signature and re.sub(r"=(\w+)\([^()]+\)", r"=\1()", signature), returned
 
 
+def link_code(app: Any, tree: nodes.document, page: str) -> None:
+    """Turns names such as `lw.fit(...)` and `KFAC` into links to the reference, once in each section."""
+    entries = app.env.get_domain("py").objects
+    for section in tree.findall(nodes.section):
+        linked: set[str] = set()
+        parts = (child for child in section.children if not isinstance(child, nodes.section | nodes.title))
+        for literal in [literal for part in parts for literal in part.findall(nodes.literal)]:
+            found = re.match(r"(?:lw\.|(?=[A-Z]))(\w+)(?:\(.*\))?$", literal.astext())
+            name = found and f"lapwing.{found[1]}"
+            if name not in entries or name in linked or isinstance(literal.parent, nodes.reference | nodes.title):
+                continue
+            linked.add(name)
+            target = app.builder.get_relative_uri(page, entries[name].docname) + f"#{entries[name].node_id}"
+            link = nodes.reference("", "", internal=True, refuri=target)
+            literal.replace_self(link)
+            link += literal
+
+
 def finish_page(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
     """Draws letters with a hat in the font of the text, and tells what a link to the page shows elsewhere.
 
@@ -222,6 +245,10 @@ def finish_page(app: Any, page: str, template: str, context: dict[str, Any], tre
     marked = r"(\w[\u0300-\u036f])(?=[^<>]*<)"
     context["body"] = re.sub(marked, r'<span class="marked">\1</span>', context.get("body", ""))
     shown = {"og:title": re.sub(r"<[^>]+>", "", context.get("title", "")), "og:site_name": "lapwing"}
+    paragraphs = tree.findall(nodes.paragraph) if tree else ()
+    for first in (paragraph for paragraph in paragraphs if isinstance(paragraph.parent, nodes.section)):
+        shown["og:description"] = html.escape(first.astext().replace("\n", " "))
+        break
     if html_baseurl:
         shown |= {"og:image": f"{html_baseurl}_static/card.png", "twitter:card": "summary_large_image"}
     tags = "".join(f'<meta property="{name}" content="{content}" />\n' for name, content in shown.items())
@@ -231,6 +258,7 @@ def finish_page(app: Any, page: str, template: str, context: dict[str, Any], tre
 def setup(app: Any) -> None:
     """Connects the functions above to Sphinx."""
     app.connect("builder-inited", copy_pictures, priority=400)  # before sphinx-gallery's 500
+    app.connect("doctree-resolved", link_code)
     app.connect("html-page-context", finish_page)
     app.connect("source-read", link_to_pages)
     app.connect("include-read", link_of_include)
