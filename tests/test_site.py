@@ -1,7 +1,8 @@
-"""The site shows kept pictures of the tasks: they are as new as the scripts, and small."""
+"""The site: its pictures are as new as their scripts, and small; types of other packages that it links to exist."""
 
 from __future__ import annotations
 
+import pydoc
 import shutil
 from pathlib import Path
 
@@ -31,3 +32,12 @@ def test_pictures_are_small() -> None:
     sizes = [path.stat().st_size for path in gallery.KEPT.glob("*.png")]
     assert max(sizes) <= gallery.LARGEST
     assert sum(sizes) < 700_000
+
+
+def test_types_of_other_packages_exist() -> None:
+    """An address ends with the name of the type, or with `$` if the entry has this name."""
+    pages = [page.read_text(encoding="utf-8") for page in (gallery.ROOT / "docs" / "inventories").iterdir()]
+    entries = [line.split() for page in pages for line in page.splitlines()]
+    assert len(entries) > 30
+    names = [address.partition("#")[2].replace("$", name) for name, _, _, address, _ in entries]
+    assert [name for name in names if pydoc.locate(name) is None] == []
