@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .deployment import deploy
     from .evaluation import compare
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LATER = {"compare": ".evaluation", "deploy": ".deployment"}
 
