@@ -84,6 +84,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing torch into .venv. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes."
 	$(BIN)/python -m pip install -q -c constraints.txt pip torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,cli,export]" --group test
 	@touch $@
