@@ -576,7 +576,15 @@ def summary(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     return grid(["gain, nats", "coverage", "86 to 94 %", "width", "seconds"], lines, right=True)
 
 
-README = "one variance", "laplace-torch", "ensemble", "conformal quantiles", "lapwing alone", "lapwing", "lapwing ensemble"
+README = (
+    "one variance",
+    "laplace-torch",
+    "ensemble",
+    "conformal quantiles",
+    "lapwing alone",
+    "lapwing",
+    "lapwing ensemble",
+)
 """Rows of the table of the README."""
 
 
@@ -620,5 +628,5 @@ def _covers(rows: Seeds) -> str:
 def tables(results: Mapping[str, Row]) -> dict[str, str]:
     """Returns medians over tables, short, in full and for the README; and gains and coverage of each table."""
     found = collected(results)
-    return {"summary": summary(found), "README": readme(found), "medians": medians(found), "gains": gains_by_table(found),
-            "coverage": coverage_by_table(found)}  # fmt: skip
+    return {"summary": summary(found), "README": readme(found), "medians": medians(found),
+            "gains": gains_by_table(found), "coverage": coverage_by_table(found)}  # fmt: skip
