@@ -313,9 +313,10 @@ class Posterior(Displayed, Generic[P]):
 
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
-            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. If
-            the outputs have positions, results have their shape, with one value per position instead of per input. A
-            loader whose batches have different numbers of positions gives a list with a prediction for each batch.
+            .interval(0.9) .epistemic_variance .aleatoric_variance`, and `.covariance` (B, C, C) of the targets of an
+            input; both: `.log_prob(y) .sample(n) .distribution()`. If the outputs have positions, results have their
+            shape, with one value per position instead of per input. A loader whose batches have different numbers of
+            positions gives a list with a prediction for each batch.
 
         Raises:
             LapwingError: if the inputs are invalid, or if the likelihood does not accept the link.
