@@ -23,8 +23,9 @@ from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
-from ..options import SEED, check_argument, instance_of, positive
-from ..prediction import Aim, Quantity, Way
+from ..options import SEED, Rule, check_argument, instance_of, positive
+from ..prediction import Aim, Quantity, Scaled, Way
+from ..prediction.linearized import EXACT
 from ..prediction.quantities import quantity
 from ..prediction.weight_draws import KeptDraws, deviations_of
 from ..tangent import Tangent
@@ -338,7 +339,9 @@ class Posterior(Displayed, Generic[P]):
     @warns_once
     @outside_modes
     @memory_errors("The quantity", "Return fewer numbers, or pass the inputs as a loader of smaller batches.")
-    def of(self, function: Callable[..., Tensor], data: Any = None, observed: bool = False) -> Quantity:
+    def of(
+        self, function: Callable[..., Tensor], data: Any = None, observed: bool = False, via: Scaled | None = None
+    ) -> Quantity:
         """Returns any numbers that are computed from the network, with their error: totals, slopes, single weights.
 
         `q(θ) ≈ q(θ̂) + g (θ - θ̂)` has the covariance `g Σ gᵀ`, where g (q, P) is the gradient of the q numbers.
@@ -355,6 +358,7 @@ class Posterior(Displayed, Generic[P]):
                 `f(x)`, with `d diag(σ²) dᵀ` for the derivative d of the numbers by the outputs. A row has one noise in
                 all calls of f with equal inputs, so `f(x) - f(x)` has none. Equal rows of one call, or of two batches,
                 are separate measurements. Numbers without y, such as slopes and weights, have no noise.
+            via: `lw.scale_factor(posterior, held_out, of=...)`, whose factor multiplies `g Σ gᵀ`; None means 1.
 
         Returns:
             `.mean`, `.std` and `.interval(0.9)` in the shape of the result of the function, `.covariance` of shape
@@ -379,7 +383,12 @@ class Posterior(Displayed, Generic[P]):
         """
         self._check_network()
         check_flag("of", "observed", observed)
-        return quantity(self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns)
+        way = Scaled(EXACT, 1.0) if via is None else via
+        rule = Rule(lambda way: isinstance(way, Scaled) and way.via == EXACT, "a way of lw.scale_factor(..., of=)")
+        check_argument("posterior.of", "via", way, rule, "None")
+        return quantity(
+            self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns, way.factor
+        )
 
     @warns_once
     @outside_modes
