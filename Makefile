@@ -32,7 +32,7 @@ test-gpu: .venv/installed
 	LAPWING_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) tests/network/test_devices.py tests/network/test_features_on_gpu.py tests/methods/test_methods.py
 
 test-integrations: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie]" crepes pandas peft bitsandbytes
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie,ase]" crepes pandas peft bitsandbytes
 	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations
 
 # tests of some rooms with the oldest versions that pyproject.toml declares, in an environment of their own: PYTHON=python3.11

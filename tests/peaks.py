@@ -178,6 +178,11 @@ def amortized(hidden: int) -> Call:
     return lambda n: lw.amortize(posterior, loader(x[: n + 200], y[: n + 200]))
 
 
+def function_draws() -> Call:
+    posterior, x = fitted(), torch.randn(5000, 20)
+    return lambda n: posterior.sample_function(n=20)(x[:n])
+
+
 def on_posterior(method: str, *arguments: Any, hidden: int = 500) -> Call:
     posterior = fitted(hidden=hidden)
     return lambda n: getattr(posterior, method)(*arguments)
@@ -205,6 +210,7 @@ CASES: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "value": (value, {}),
     "value: given": (value, {"given": 50}),
     "sample": (lambda: on_posterior("sample", 700), {}),
+    "sample_function": (function_draws, {}),
     "diagnose": (lambda: on_posterior("diagnose"), {}),
     "with_prior": (lambda: on_posterior("with_prior", 2.0), {}),
     "log_marginal_likelihood": (evidence, {}),

@@ -24,7 +24,7 @@ from .regression import RegressionPrediction
 
 EXPONENTS = torch.arange(-160, 161, dtype=torch.float64) / 20
 """Decimal logarithms of the candidates of σ²."""
-FAR = 1e8
+ENDLESS = 1e8
 """Distance in standard deviations that stands for an infinite end."""
 
 
@@ -207,7 +207,7 @@ def _standardised(outputs: Tensor, targets: Any, noise: Any) -> tuple[Tensor, Te
     scale = torch.as_tensor(noise, dtype=outputs.dtype, device=outputs.device).sqrt()
     known = ends[:, :1] == ends[:, 1:]
     a, b = (
-        torch.where(end.isinf(), FAR * end.sign(), (end.nan_to_num(posinf=0.0, neginf=0.0) - outputs) / scale)
+        torch.where(end.isinf(), ENDLESS * end.sign(), (end.nan_to_num(posinf=0.0, neginf=0.0) - outputs) / scale)
         for end in ends.split(1, 1)  # inf / σ has no derivative by σ
     )
     return a, torch.where(known, a + 1, b), known  # a known y has no mass: any interval avoids NaN
