@@ -40,10 +40,12 @@ SEEDS = range(6)
 BASE, SITES, HELD_OUT, STEPS = 100, 500, 100, 100
 DELTAS = tuple(10 ** (step / 2) for step in range(-8, 5))
 
-RULES = (
-    "TIES", "RegMean", "diagonal, towards the base", "diagonal, towards the mean", "KFAC, towards the base",
-    "KFAC, towards the mean", "full, towards the base", "full, towards the mean",
-)  # fmt: skip
+RULES = {
+    "base": "base", "TIES": "TIES", "RegMean": "RegMean", "diagonal, towards the mean": "diagonal",
+    "KFAC, towards the base": "KFAC", "KFAC, towards the mean": "KFAC, mean",
+    "full, towards the base": "full", "full, towards the mean": "full, mean",
+}  # fmt: skip
+"""Rule -> its column."""
 
 Part = tuple[Tensor, Tensor]
 
@@ -252,14 +254,13 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Returns mean NLLs, and the closed share of the gap of the means, by cell."""
+    """Returns the mean NLLs of averaging and joint training, and the share of their gap that each rule closes."""
     rows = {}
-    for name, seeds in results.items():
-        rules = [rule for rule in seeds["0"] if rule != "alone"]
-        mean = {rule: statistics.fmean(seed[rule]["nll"] for seed in seeds.values()) for rule in rules}
+    for name, found in results.items():
+        seeds = list(found.values())
+        mean = {rule: statistics.fmean(seed[rule]["nll"] for seed in seeds) for rule in ("mean", "joint", *RULES)}
         gap = mean["mean"] - mean["joint"]
-        cells = [f"{mean[rule]:.3f}" for rule in ("mean", "joint")]
-        cells += [f"{100 * (mean['mean'] - mean[rule]) / gap:.0f} %" for rule in RULES]
-        alone = statistics.fmean(seed["alone"] for seed in seeds.values())
-        rows[name] = [f"{100 * alone:.0f} %", *cells]
-    return {"closed": grid(["a site alone, accuracy", "mean", "joint", *RULES], rows)}
+        alone = statistics.fmean(seed["alone"] for seed in seeds)
+        closed = [f"{100 * (mean['mean'] - mean[rule]) / gap:.0f} %" for rule in RULES]
+        rows[name] = [f"{alone:.2f}", f"{mean['mean']:.3f}", f"{mean['joint']:.3f}", *closed]
+    return {"closed": grid(["site", "averaged", "joint", *RULES.values()], rows, right=True)}
