@@ -88,8 +88,7 @@ def scores(posterior: lw.Posterior, x: Tensor, y: Tensor) -> dict[str, float]:
     """Returns the scores at true times."""
     prediction = posterior.predict(x)
     low, high = prediction.interval(0.9)
-    inside, both = (low <= y) & (y <= high), torch.cat([y, y], 1)
-    logs = prediction.log_prob(both if isinstance(posterior.likelihood, lw.Censored) else y)
+    inside, logs = (low <= y) & (y <= high), prediction.log_prob(y)
     return {
         "coverage": float(inside.double().mean()), "bias": float((prediction.mean - y).double().mean()),
         "NLL": -float(logs.double().mean()), "width": float((high - low).double().mean()),

@@ -165,11 +165,13 @@ class Censored(Likelihood["CensoredPrediction"]):
 
 
 class CensoredPrediction(RegressionPrediction):
-    """The distribution of y; only `log_prob` reads targets (lower, upper), and `pit`, `crps` known y."""
+    """The distribution of y. `log_prob` also reads intervals (lower, upper); `pit` and `crps` need known y."""
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Returns the log density of known y, or the log probability of the interval, (B,), in nats."""
+        """Returns the log density of y (B, 1), or the log probability of intervals (B, 2), (B,), in nats."""
         targets, draws = as_targets(targets, self.mean.device), self._draws()
+        if not isinstance(targets, Tensor) or targets.shape != (len(self.mean), 2):
+            return super().log_prob(targets)
         if draws is None:
             return _log_prob(doubled(self.mean), targets, doubled(self.variance)).to(self.mean)
         logs = _log_prob(doubled(draws), targets, self.noise_variance)  # (S, B)

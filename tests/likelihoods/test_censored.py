@@ -139,6 +139,11 @@ def test_heads_deployed_networks_and_times(noise: float | None) -> None:
     torch.testing.assert_close(found.log_prob(KNOWN), expected.log_prob(KNOWN))
     mean, variance = lw.deploy(alone, X)(X)
     torch.testing.assert_close((mean, variance), (expected.mean, expected.variance))
+    torch.testing.assert_close(expected.log_prob(Y), expected.log_prob(torch.stack([Y, Y], 1)))
+    scaled = expected.scaled(10.0, 2.0).log_prob(10 + 2 * Y[:, None])
+    torch.testing.assert_close(scaled, expected.log_prob(Y) - math.log(2))
+    with pytest.raises(lw.LapwingError, match="Pass one target for each output"):
+        expected.log_prob(KNOWN[:3])
     ends_of_time = expected.transformed(torch.exp).interval(0.9)
     torch.testing.assert_close(ends_of_time, tuple(end.exp() for end in expected.interval(0.9)))
 
