@@ -97,7 +97,9 @@ class Novelty:
         if rows < needed:
             raise LapwingError(f"alarm(rate={rate:.4g}) needs {needed} held-out rows, not {rows}: pass more.")
         if rows + 1 < 10 * (needed + 1):
-            text = "Fewer than 10 of %d held-out rows decide alarms at rate %.3g, which may be off by a third. Pass %d."
+            text = (
+                "Fewer than 10 of %d held-out rows decide alarms at rate %.3g, which may be off by a third. %d suffice."
+            )
             log.warning(text, rows, rate, 10 * needed + 9)
         return p <= rate
 
@@ -185,7 +187,10 @@ class Novelty:
         via: Way | None = None,
         forward: Forward | None = None,
     ) -> Novelty:
-        """Reads a detector that `save` wrote, with `via` and `forward` as in its fit; raises for another posterior."""
+        """Reads a detector that `save` wrote; raises for another posterior.
+
+        The file has no functions and no ways: pass `forward` and `via` as in the fit.
+        """
         tensors, header = read_safetensors(path)
         if "novelty" not in header:
             raise LapwingError(f"The file {path} holds no detector. lw.load(path, model) reads posteriors.")
@@ -193,7 +198,9 @@ class Novelty:
         mine, theirs = posterior and _print_of(posterior, via), header.get("posterior")
         if other := differences(mine or {}, theirs or {}):
             if other[0] == "way":
-                raise LapwingError(f"The detector in {path} has the doubt of another way. Pass via= as in its fit.")
+                raise LapwingError(
+                    f"The detector in {path} has the doubt of another way. Pass the way of its fit, via=..."
+                )
             wanted = f"a posterior, with another {other[0]}" if theirs else "a network, posterior.model"
             raise LapwingError(f"The detector in {path} is one of {wanted}. Pass it as the second argument.")
         forward = posterior.tangent.call.forward if posterior and forward is None else forward
