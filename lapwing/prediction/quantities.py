@@ -62,7 +62,7 @@ class Quantity(Displayed):
     def __repr__(self) -> str:
         mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
         pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(mean[:4], std[:4], strict=True)]
-        return f"Quantity({', '.join(pairs)}{', ...' if len(mean) > 4 else ''})"
+        return f"{type(self).__name__}({', '.join(pairs)}{', ...' if len(mean) > 4 else ''})"
 
 
 class NamedWeights(dict[str, Tensor]):
