@@ -123,7 +123,7 @@ def test_the_way_is_deployed(kind: str, scaled: bool, tmp_path: Path) -> None:
     known = (inputs(99, 1), inputs(99, 2)) if kind != "classes" else (inputs(99, 1), torch.arange(99) % 3)
     detector = lw.novelty(posterior, known, held_out=(inputs(60, 7), known[1][:60]), via=via)
     detector.save(path := tmp_path / "detector.safetensors")
-    with pytest.raises(lw.LapwingError, match="another way. Pass the way of its fit"):
+    with pytest.raises(lw.LapwingError, match="another way. Pass the way"):
         lw.Novelty.load(path, posterior)
     detector = lw.Novelty.load(path, posterior, via=via)
     p_value = lw.deploy(posterior, inputs(10, 4), novelty=detector)(x)[-1]
