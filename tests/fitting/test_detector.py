@@ -311,6 +311,16 @@ def test_a_deployed_network_returns_the_p_value(outputs: Any) -> None:
         lw.deploy(posterior.with_prior(9.0), X, outputs=outputs, novelty=detector)
 
 
+def test_rounded_doubts_of_a_last_layer_do_not_refuse_its_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior = classes(params=lw.last_layer)
+    detector = lw.novelty(posterior, (X, Y), held_out=HELD)
+    noise = torch.linspace(0.9, 1.1, 8).double()  # small doubts of a weak prior differ by a percent in float32
+    monkeypatch.setattr("lapwing.deployment.doubt", lambda posterior, x, via=None: noise if via else 1 / noise)
+    assert lw.deploy(posterior, X, novelty=detector).returns[-1] == "p_value"
+    with pytest.raises(lw.LapwingError, match="by another way or posterior"):
+        lw.deploy(posterior.with_prior(9.0), X, novelty=detector)
+
+
 @pytest.mark.parametrize("outputs", [0, 1, 2])
 def test_a_deployed_network_has_the_p_values_of_its_way(outputs: int, tmp_path: Path) -> None:
     """For classes (0), and for regressions with noise."""
