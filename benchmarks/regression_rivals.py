@@ -591,8 +591,8 @@ README = (
 def readme(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     """Returns the table of the README, medians over tables."""
     base, lines = found["one variance"], {}
-    for method in README:
-        pairs = [(rows, base[name]) for name, rows in found[method].items()]
+    for method in (name for name in README if name in found):
+        pairs = [(rows, base.get(name, {})) for name, rows in found[method].items()]
         inside = sum(_inside(mean_coverage(rows), INSIDE) for rows, _ in pairs)
         gains, widths = [gain(*pair) for pair in pairs], [ratio(*pair, "width") for pair in pairs]
         lines[METHODS[method][0]] = [_cell(gains, 2), f"{inside} of {len(pairs)}", _cell(widths, 2)]
