@@ -582,6 +582,7 @@ README = (
     "ensemble",
     "conformal quantiles",
     "lapwing alone",
+    "constant",
     "lapwing",
     "lapwing ensemble",
 )

@@ -55,7 +55,11 @@ def _cut(text: str, length: int) -> str:
 ELSEWHERE = {
     "device": "lapwing computes where the network is: write model.to(device)",
     "subset_of_weights": "write params=lw.last_layer or params=lw.everything",
-    "hessian_structure": "write a method: lw.fit(model, loader, lw.KFAC())",
+    "hessian_structure": "write a method: lw.fit(model, loader, lw.KFAC()), or lw.Diagonal(), lw.Full(), lw.ELLA()",
+    "sigma_noise": "write likelihood=lw.Gaussian(noise_variance=...), a variance",
+    "prior_structure": "write prior_precision=: a number, or a dict {block: number}",
+    "backend": "lapwing has its own: leave it out",
+    "subnetwork_indices": "write params=lw.matching(...), or a method such as lw.SubsetOfWeights(size=100)",
 }
 """Options that people look for and lapwing does not have -> what to do."""
 
