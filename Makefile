@@ -15,7 +15,7 @@ endif
 # bytecode is kept, also where the environment says no: without it every process of the tests rewrites and compiles all files
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-integrations test-oldest test-newest lint bench papers verify docs release-check
+.PHONY: demo test test-slow test-gpu test-integrations test-oldest test-newest lint bench papers verify docs pictures release-check
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py
@@ -32,10 +32,10 @@ test-gpu: .venv/installed
 	LAPWING_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) tests/network/test_devices.py tests/network/test_features_on_gpu.py tests/methods/test_methods.py
 
 test-integrations: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie]" crepes pandas peft bitsandbytes
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[sklearn,huggingface,botorch,lightning,mapie,ase]" crepes pandas peft bitsandbytes
 	$(BIN)/python -m pytest -n $(WORKERS) tests/integrations
 
-# tests of some rooms with the oldest versions that pyproject.toml declares, in an environment of their own: PYTHON=python3.10
+# tests of some rooms with the oldest versions that pyproject.toml declares, in an environment of their own: PYTHON=python3.11
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q -c constraints-oldest.txt -e ".[eval]" pytest pytest-xdist scipy transformers
@@ -45,7 +45,8 @@ test-oldest:
 test-newest:
 	$(PYTHON) -m venv .venv-newest
 	grep -v "^torch==" constraints.txt > .venv-newest/constraints.txt
-	.venv-newest/bin/python -m pip install -q --upgrade -c .venv-newest/constraints.txt torch -e ".[eval,export,test]"
+	.venv-newest/bin/python -m pip install -q -c .venv-newest/constraints.txt pip
+	.venv-newest/bin/python -m pip install -q --upgrade -c .venv-newest/constraints.txt torch -e ".[eval,cli,export]" --group test
 	.venv-newest/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 # runs the cost benchmarks; `.venv/bin/python -m benchmarks` lists all, and `... -m benchmarks answers` runs one
@@ -60,9 +61,13 @@ papers: .venv/installed
 verify: .venv/installed
 	$(BIN)/python -m papers verify
 
-# builds the site into docs/_build/html; a warning is an error. GALLERY=1 runs the scripts of examples/tasks for their pictures
+# builds the site into docs/_build/html; a warning is an error
 docs: .venv/installed-docs
-	GALLERY=$(GALLERY) $(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+	$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+
+# runs the scripts of examples/tasks that changed, for the pictures that the site shows
+pictures: .venv/installed-docs
+	$(BIN)/python tools/gallery.py
 
 # builds the release, and runs it where nothing but the wheel and what it declares is installed
 release-check: | $(BIN)/pip
@@ -75,19 +80,19 @@ lint: .venv/installed-lint
 	$(BIN)/python tools/check_types.py
 
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lapwing needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lapwing needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml constraints.txt | $(BIN)/pip
-	$(BIN)/python -m pip install -q -c constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,export,test]"
+	@echo "Installing torch into .venv. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes."
+	$(BIN)/python -m pip install -q -c constraints.txt pip torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,cli,export]" --group test
 	@touch $@
 
 .venv/installed-lint: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt ruff mypy "pyright[nodejs]"
+	$(BIN)/python -m pip install -q -c constraints.txt --group lint
 	@touch $@
 
 .venv/installed-docs: .venv/installed
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make docs needs Python 3.11 or newer: remove .venv, then make docs PYTHON=python3.12")'
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[eval,mapie]" --group docs
 	@touch $@

@@ -2,7 +2,11 @@
 
 Operations that return views are not counted. Counts depend on the network, the version of torch and the number of
 samples in a chunk, and not on the machine. The milliseconds beyond a forward pass are CPU time of one sample, on one
-thread. Networks have random weights, batches 50 samples for fits and 4 for predictions.
+thread. Networks have random weights, batches 50 samples for fits and 4 for predictions. `of` is the error of the sum of
+each output over the batch.
+
+The part *laplace-torch* counts the same of laplace-torch 0.3 with curvlinops, in an environment of its own:
+`pip install laplace-torch`. Its Diagonal is the diagonal of the GGN. What it refuses has no number.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lapwing as lw
 from papers.common.measure import fastest
-from papers.common.networks import ResNet20, vit
+from papers.common.networks import BasicBlock, ResNet20, vit
 from papers.common.tables import grid
 from papers.streamlined.transformers import gpt2
 
 SEED, THREADS, PACKAGES = 0, 1, ("transformers",)
+COMPARED = ("MLP", "CNN", "ResNet-20 on 8 x 8 pixels")
+"""Networks of laplace-torch's counts."""
+CALLS = ("fit", "probs", "mutual information", "of")
 SECONDS = 3.0
 """How long each call is timed."""
 
@@ -83,10 +90,20 @@ def texts() -> tuple[nn.Module, Tensor, int]:
     return Logits(), torch.randint(2, 200, (50, 16)), 2
 
 
+def resnet18() -> tuple[nn.Module, Tensor, int]:
+    """ResNet-18: four stages of two blocks with 64 to 512 channels, on 8 x 8 pixels, with shortcuts without weights."""
+    pairs = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
+    blocks = [block for a, b, stride in pairs for block in (BasicBlock(a, b, stride), BasicBlock(b, b, 1))]
+    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    layers = [*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers), torch.randn(50, 3, 8, 8), 10
+
+
 NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor, int]]] = {
     "MLP": mlp,
     "CNN": cnn,
     "ResNet-20 on 8 x 8 pixels": lambda: (ResNet20(), torch.randn(50, 3, 8, 8), 10),
+    "ResNet-18 on 8 x 8 pixels": resnet18,
     "ViT of four blocks": lambda: (vit(), torch.randn(50, 3, 32, 32), 10),
     "GPT-2 of four blocks": texts,
 }
@@ -102,8 +119,38 @@ def calls_of(model: nn.Module, x: Tensor, classes: int, way: str) -> dict[str, C
         "fit": fit,
         "probs": lambda: posterior.predict(few).probs,
         "mutual information": lambda: posterior.predict(few).mutual_information(),
+        "of": lambda: posterior.of(lambda f: f(few).sum(0)).std,
         "probs of one sample": lambda: posterior.predict(x[:1]).probs,
     }
+
+
+def peer_operations(name: str, way: str) -> dict[str, int]:
+    """Returns the operations of laplace-torch's fit and prediction; nothing where it refuses."""
+    from laplace import Laplace
+
+    torch.manual_seed(SEED)
+    model, x, classes = NETWORKS[name]()
+    pairs = [(x, torch.arange(len(x)) % classes)] * 4
+    rows = [(a, b) for xs, ys in pairs for a, b in zip(xs, ys, strict=True)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=50)  # type: ignore[arg-type]
+    subset = "last_layer" if way == "last layer" else "all"
+    structure = "diag" if way.startswith("Diagonal") else "kron"
+    found: dict[str, int] = {}
+
+    def fitted() -> Any:
+        posterior: Any = Laplace(
+            model.eval(), "classification", subset_of_weights=subset, hessian_structure=structure, prior_precision=1.0
+        )
+        posterior.fit(loader)
+        return posterior
+
+    try:
+        posterior = fitted()
+        found["probs"] = operations(lambda: posterior(x[:4]))
+        found["fit"] = operations(fitted)
+    except Exception as error:
+        print(name, way, str(error)[:100], file=sys.stderr)
+    return found
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -127,23 +174,31 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def parts() -> dict[str, Callable[[], dict[str, Any]]]:
-    """One part for each network."""
-    return {name: partial(measured, name) for name in NETWORKS}
+    """One part for each network, and one for laplace-torch."""
+
+    def peers() -> dict[str, Any]:
+        return {name: {way: peer_operations(name, way) for way in WAYS} for name in COMPARED}
+
+    return {**{name: partial(measured, name) for name in NETWORKS}, "laplace-torch": peers}
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """The operations and the milliseconds of all networks."""
-    columns = ("fit", "probs", "mutual information")
-    rows = [
-        (name, [way, *(f"{found[way][each]:,.0f}" for each in columns), f"{found[way]['milliseconds beyond']:.1f}"])
-        for name, found in results.items()
-        for way in WAYS
-    ]
+    peers = results["laplace-torch"]
+    rows = []
+    for name in NETWORKS:
+        for way in WAYS:
+            found, peer = results[name][way], peers.get(name, {}).get(way, {})
+            pairs = [
+                f"{found[call]:,.0f} ({peer[call]:,.0f})" if call in peer else f"{found[call]:,.0f}" for call in CALLS
+            ]
+            rows.append((name, [way, *pairs, f"{found['milliseconds beyond']:.1f}"]))
     head = [
         "weights",
         "fit of four batches",
         "`.probs`",
         "mutual information",
+        "`of`",
         "ms of one sample beyond forward",
     ]
     return {"operations": grid(head, rows, corner="network")}

@@ -576,6 +576,29 @@ def summary(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     return grid(["gain, nats", "coverage", "86 to 94 %", "width", "seconds"], lines, right=True)
 
 
+README = (
+    "one variance",
+    "laplace-torch",
+    "ensemble",
+    "conformal quantiles",
+    "lapwing alone",
+    "lapwing",
+    "lapwing ensemble",
+)
+"""Rows of the table of the README."""
+
+
+def readme(found: Mapping[str, Mapping[str, Seeds]]) -> str:
+    """Returns the table of the README, medians over tables."""
+    base, lines = found["one variance"], {}
+    for method in README:
+        pairs = [(rows, base[name]) for name, rows in found[method].items()]
+        inside = sum(_inside(mean_coverage(rows), INSIDE) for rows, _ in pairs)
+        gains, widths = [gain(*pair) for pair in pairs], [ratio(*pair, "width") for pair in pairs]
+        lines[METHODS[method][0]] = [_cell(gains, 2), f"{inside} of {len(pairs)}", _cell(widths, 2)]
+    return grid(["gain, nats", "86 to 94 %", "width"], lines, right=True)
+
+
 def gains_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     """Returns the gain in NLL over one noise variance, in nats: a row for each table."""
     base = found.get("one variance", {})
@@ -603,7 +626,7 @@ def _covers(rows: Seeds) -> str:
 
 
 def tables(results: Mapping[str, Row]) -> dict[str, str]:
-    """Returns medians over tables, short and in full, and gains and coverage of each table, means over seeds."""
+    """Returns medians over tables, short, in full and for the README; and gains and coverage of each table."""
     found = collected(results)
-    return {"summary": summary(found), "medians": medians(found), "gains": gains_by_table(found),
-            "coverage": coverage_by_table(found)}  # fmt: skip
+    return {"summary": summary(found), "README": readme(found), "medians": medians(found),
+            "gains": gains_by_table(found), "coverage": coverage_by_table(found)}  # fmt: skip

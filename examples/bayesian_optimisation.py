@@ -1,4 +1,4 @@
-"""Bayesian optimisation with a network in place of a Gaussian process: needs `pip install ".[botorch]"`.
+"""Bayesian optimisation with a network in place of a Gaussian process: needs `pip install "lapwing-torch[botorch]"`.
 
 Maximises minus the Branin function on the unit square, a new input at a time by the log expected improvement, and
 prints how far the best value is from the maximum, beside random choice.

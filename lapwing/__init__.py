@@ -15,6 +15,7 @@ from .fitting import SWAG, MeanField, Novelty, fit, mixture, novelty, plan
 from .likelihoods import (
     Bernoulli,
     Categorical,
+    Censored,
     FromDistribution,
     Gaussian,
     HeteroscedasticGaussian,
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from .deployment import deploy
     from .evaluation import compare
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LATER = {"compare": ".evaluation", "deploy": ".deployment"}
 
@@ -79,9 +80,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "ClosedForm",
-    "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "FromDistribution", "Full", "Gaussian",
-    "HeteroscedasticGaussian", "InducingPoints", "Joint", "LaplaceBridge", "LapwingError", "Likelihood",
+    "EKFAC", "ELLA", "KFAC", "SWAG", "AlphaDivergence", "Bernoulli", "BoundedEvidence", "Categorical", "Censored",
+    "ClosedForm", "ConjugateGradients", "Diagonal", "EarlyStopping", "Evidence", "FromDistribution", "Full",
+    "Gaussian", "HeteroscedasticGaussian", "InducingPoints", "Joint", "LaplaceBridge", "LapwingError", "Likelihood",
     "Linearized", "MeanField", "Method", "MonteCarlo", "NaturalGradient", "Novelty", "OptimalSubspace", "Ordinal",
     "Poisson", "Posterior", "Probit", "Quadrature", "Refit", "SampledLLA", "SampledLink", "Scaled", "Streamlined",
     "StudentT", "SubsetOfData", "SubsetOfWeights", "TemperatureScaling", "Uncertain", "VaLLA", "Validation",

@@ -136,6 +136,7 @@ PACKAGES = {
     "lightning": ("lightning", "lightning"),
     "transformers": ("transformers", "huggingface"),
     "mapie": ("mapie", "mapie"),
+    "ase": ("ase", "ase"),
 }
 """Import name -> (name of the package, extra of lapwing that installs it)."""
 

@@ -27,6 +27,8 @@ from pathlib import Path
 
 import torch
 
+from papers import ledger, pages
+from papers import verify as verification
 from papers.common import results
 from papers.common.experiments import draw, found, keep_networks
 
@@ -80,7 +82,6 @@ def run(paper: str, name: str, again: bool = False) -> str:
 
 def write_pages() -> str:
     """Writes the tables of the pages; returns their paths, and the numbers in their prose that no result has."""
-    pages = importlib.import_module("papers.pages")  # needs Python 3.11
     lines = []
     for path in pages.write():
         missing = pages.unsupported(path)
@@ -90,7 +91,6 @@ def write_pages() -> str:
 
 def verify(paper: str = "", name: str = "") -> str:
     """Verifies the ledger, or a paper or an experiment of it; exits with an error if an entry does not agree."""
-    ledger, verification = (importlib.import_module(f"papers.{module}") for module in ("ledger", "verify"))
     if not verification.verify([entry for entry in ledger.read() if paper in ("", entry.paper)], name):
         raise SystemExit(1)
     return ""

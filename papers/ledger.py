@@ -1,7 +1,7 @@
 """The ledger: what each paper claims, result by result, and whether lapwing reproduces it.
 
 `papers/ledger.toml` has an entry for each table, figure, algorithm and theorem. `papers/pages.py` writes its tables
-into the pages. Reading it needs Python 3.11.
+into the pages.
 
 The rule for statements: "a < b" holds if b - a exceeds two standard errors of the difference, and fails if a - b does.
 Between them it is a tie, which decides nothing. "a ≈ b" holds if the difference and two errors stay within a margin,
@@ -16,12 +16,11 @@ import itertools
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import tomllib
 
 from papers.common import results
 

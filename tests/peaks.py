@@ -171,6 +171,18 @@ def deployed() -> Call:
     return lambda n: lw.deploy(posterior, x[:8])(x[:n])
 
 
+def amortized(hidden: int) -> Call:
+    posterior, (x, y) = fitted(hidden=hidden), data(4000)
+    amortized = sys.modules["lapwing.tuning.amortized"]
+    amortized.HEAD_STEPS = 20  # type: ignore[attr-defined]
+    return lambda n: lw.amortize(posterior, loader(x[: n + 200], y[: n + 200]))
+
+
+def function_draws() -> Call:
+    posterior, x = fitted(), torch.randn(5000, 20)
+    return lambda n: posterior.sample_function(n=20)(x[:n])
+
+
 def on_posterior(method: str, *arguments: Any, hidden: int = 500) -> Call:
     posterior = fitted(hidden=hidden)
     return lambda n: getattr(posterior, method)(*arguments)
@@ -198,6 +210,7 @@ CASES: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "value": (value, {}),
     "value: given": (value, {"given": 50}),
     "sample": (lambda: on_posterior("sample", 700), {}),
+    "sample_function": (function_draws, {}),
     "diagnose": (lambda: on_posterior("diagnose"), {}),
     "with_prior": (lambda: on_posterior("with_prior", 2.0), {}),
     "log_marginal_likelihood": (evidence, {}),
@@ -211,6 +224,8 @@ CASES: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "sensitivity": (sensitive, {}),
     "mixture": (mixed, {}),
     "deploy": (deployed, {}),
+    "amortize": (amortized, {"hidden": 50}),
+    "amortize: wide": (amortized, {"hidden": 500}),
 }
 
 

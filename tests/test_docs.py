@@ -42,7 +42,7 @@ WITH_EXAMPLES = [
 SLOW_EXAMPLES = {"lapwing.deployment", "lapwing.evaluation.sensitivity"}
 PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FOR_MAINTAINERS = "extending", "file-format", "how-it-works", "width"
-MOST_WORDS, MOST_FOR_USERS = 31_750, 25_450
+MOST_WORDS, MOST_FOR_USERS = 30_950, 24_650
 """Ceilings on the words of all guides, and of those for users. The aim is 25 000 for all: lower them when you can."""
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")

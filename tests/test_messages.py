@@ -83,6 +83,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (POSTERIOR.latent, {"x": X}),
     (POSTERIOR.predict, {"x": X}),
     (POSTERIOR.sample, {"n": 1}),
+    (POSTERIOR.sample_function, {}),
     (POSTERIOR.explain, {"x": X}),
     (POSTERIOR.influence, {"train": (X, Y), "x": X}),
     (POSTERIOR.value, {"candidates": X, "targets": X}),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import lapwing
 from tools.mutants import drawn, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,3 +66,28 @@ def test_actions_are_pinned_by_commit():
         assert used
         for action in used:
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), f"{path.name}: {action}"
+
+
+def declared() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_version_stands_in_all_places():
+    latest = re.search(r"^## \[(.+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert latest
+    assert latest[1] == lapwing.__version__ == declared()["project"]["version"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f'version: {latest[1]}\ndate-released: "{latest[2]}"\n' in citation
+
+
+def test_extras_that_are_named_are_declared():
+    """Pages and messages write `lapwing-torch[extra]`; `.[extra]` is for a checkout."""
+    files = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / ".").glob(".readthedocs.yaml")]
+    for folder, kind in (("docs", "md"), ("examples", "py"), ("lapwing", "py")):
+        files += (ROOT / folder).rglob(f"*.{kind}")
+    found = re.findall(
+        r"(?:lapwing-torch|[\" ]\.)\[([\w,]+)\]", "\n".join(path.read_text(encoding="utf-8") for path in files)
+    )
+    named = {name for names in found for name in names.split(",")}
+    assert named <= declared()["project"]["optional-dependencies"].keys()
+    assert {"eval", "huggingface", "mapie"} <= named

@@ -8,7 +8,7 @@
 2. An empty environment gets the wheel with the dependencies that it declares, and nothing else.
 3. There run the Python blocks of the README that import nothing of the extra `eval`, and `tools/bare_install.py`.
 
-Needs Python 3.10 or newer with venv, and PyPI; works in a temporary folder.
+Needs Python 3.11 or newer with venv, and PyPI; works in a temporary folder.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ Bayesian optimisation with a network
 ====================================
 
 Each evaluation is expensive, and you look for the maximum. Thompson sampling draws a function from the posterior,
-evaluates its maximum next, and repeats. A joint latent draws such functions: outputs at many inputs, with their
-covariances.
+evaluates its maximum next, and repeats. ``posterior.sample_function(seed)`` is such a function: it has the same values
+at every call, and gradients in x.
 """
 
 import matplotlib.pyplot as plt
@@ -39,9 +39,7 @@ def posterior_of(x, y):
 x = torch.rand(8, 1).double()
 y = objective(x)
 for step in range(12):
-    functions = posterior_of(x, y).latent(grid, joint=True)
-    drawn = functions.sample(1, torch.Generator().manual_seed(step))[0, :, 0]
-    chosen = grid[drawn.argmax()][None]
+    chosen = grid[posterior_of(x, y).sample_function(seed=step)(grid).argmax()][None]
     x, y = torch.cat([x, chosen]), torch.cat([y, objective(chosen)])
 print(f"best input {float(x[y.argmax()]):.2f}, value {float(y.max()):.2f}")
 print(f"maximum of the function without noise {float((torch.sin(15 * grid) * grid + 0.3 * grid).max()):.2f}")

@@ -123,5 +123,6 @@ plt.show()
 # - **Influence is one Newton step.** If the network is far from linear in its weights, train without a few rows to see
 #   the error. On a regression with 120 rows and 49 weights the correlation with training again was 0.93 on average for
 #   ``lw.Full()``, but 0.73 for ``lw.KFAC()`` and 0.54 to 0.78 for the package kronfluence, by its damping.
+# - **Language models.** The packages bergson and kronfluence compute influence for billions of weights.
 # - **The value assumes that the network fits.** It does not see what the network has not learned yet. docs/training.md
 #   compares it with random choice and with BoTorch. For 30 to 80 labels BoTorch's Gaussian process predicts better.

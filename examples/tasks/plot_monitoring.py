@@ -92,4 +92,4 @@ print(f"mean mutual information {float(before):.4f}, and {float(after):.4f} afte
 #   wrong network: train again, then fit. For regressions lapwing warns if the new residuals are far above the noise.
 # - **The alarm without labels cannot see a changed relation.** Keep a stream of labels, also a small one.
 # - **One day with few inputs.** The rate of 5 % is a mean. Whether a day has too many alarms needs a test: a binomial
-#   test of their number, or MAPIE's monitoring.
+#   test of their number, or MAPIE's monitoring, which may look after every input (docs/integrations/mapie.md).

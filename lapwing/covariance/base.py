@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, TypeIs
+from typing_extensions import TypeIs
 
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads

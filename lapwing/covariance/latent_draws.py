@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import LapwingError
 from ..network.entry import full_precision
 from .latent import BaseLatent, affine_logits, check_finite, generator_for
 from .terms import standard_normal
@@ -21,13 +20,6 @@ class LatentDraws(BaseLatent):
 
     draws: Tensor
     joint: bool = False
-
-    def __post_init__(self) -> None:
-        if self.draws.shape[0] < 2:
-            raise LapwingError(
-                f"{self.draws.shape[0]} weight draw has no variance. Take at least two: write "
-                "via=lw.MonteCarlo(draws=50)."
-            )
 
     @property
     def mean(self) -> Tensor:

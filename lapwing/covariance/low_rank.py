@@ -8,11 +8,11 @@ whitened weights: `V = W̃ Δ^(1/2)`. A new prior keeps the span and changes the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, TypeIs
+from typing_extensions import TypeIs
 
 from ..errors import LapwingError
 from ..files import prefixed, under

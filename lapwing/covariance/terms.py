@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads, reflect_

@@ -21,7 +21,7 @@ from ..data.inputs import Inputs
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..fitting import Novelty
-from ..fitting.novelty import doubt
+from ..fitting.novelty import doubt, doubt_of
 from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
 from ..likelihoods.classwise import CLASSES
 from ..likelihoods.prediction_at_positions import predicted
@@ -63,14 +63,16 @@ def deploy(
             integer and boolean inputs may vary later if the network allows it. Other shapes may not.
         via: `Streamlined` in diagonal mode; `lw.amortize(posterior, loader)`, which adds the output "beyond" (B,);
             `Linearized` if only the last layer is treated; `Scaled` of one of them. None means `Streamlined`,
-            scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer.
+            scaled by `lw.scale_factor(..., to=lw.Linearized())` unless that is 1 for a last layer; or the way of a
+            detector that was made with via=.
         outputs: "prediction": probabilities (B, C), or for regression means and variances (B, C) of y, noise included;
             and for Student t noise its degrees of freedom (), also as `predictor.df`. For `lw.Joint` each head has
             these, by `key_name`;
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
         link: link from logits to probabilities in closed form; None means the likelihood's own.
-        novelty: detector of `lw.novelty` for the same network. Its "novelty" or "p_value" (B,) is the last output.
+        novelty: detector of `lw.novelty`. Its "novelty" or "p_value" (B,) is the last output. One of a posterior is
+            made for the way that is deployed: `lw.novelty(posterior, loader, held_out=held_out, via=way)`.
         data: training or held-out data, (x, y) or a loader, for the factor if the example has fewer than 8 inputs.
 
     Raises:
@@ -106,19 +108,17 @@ def deploy(
     check_argument("lw.deploy", "novelty", novelty, rule, "lw.novelty(model, loader)")
     x = as_inputs(x, posterior.tangent.model)
     names, keys = _named(x)
-    via = _default_way(posterior, x, data) if via is None else via
+    if via is None:
+        via = _default_way(posterior, x, data) if novelty is None or novelty.via is None else novelty.via
     exported, factor, linearised = _exported_way(via)
     inputs = Inputs.of(dict(x) if keys else x)
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
-    observe, returns, kinds, df = _observing(posterior.likelihood, posterior.tangent.outputs, outputs, link, factor)
+    likelihood, size = posterior.likelihood, posterior.tangent.outputs
+    doubts = novelty is not None and novelty.posterior is not None
+    observe, returns, kinds, df = _observing(likelihood, size, outputs, link, factor, doubts)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))
     if novelty is not None and novelty.posterior is not None:
-        mine, theirs = doubt(posterior, example, via), doubt(novelty.posterior, example)
-        if outputs != "scores" or not torch.allclose(mine, theirs, rtol=0.01, atol=1e-6):
-            raise LapwingError(
-                f"A network deployed by via={shown(via)} with outputs={outputs!r} has not the doubt of this detector. "
-                "Write outputs='scores' for a posterior of the last layer, or novelty=lw.novelty(posterior.model, ...)."
-            )
+        _check_doubt(posterior, via, novelty, example)
     layer = None if outputs == "latent" else posterior.likelihood.features_read
     wanted = Results(observe, kinds, novelty, layer)
     traced = trace(posterior.tangent, posterior.covariance, exported, example, wanted, linearised)
@@ -148,6 +148,23 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
         "lw.deploy(posterior, x) with at least %d inputs x, or with data=(x_train, y_train).", MIN_LEVEL_INPUTS,
     )  # fmt: skip
     return Streamlined()
+
+
+def _check_doubt(posterior: Posterior, via: Way, novelty: Novelty, example: Inputs) -> None:
+    """Raises unless the held-out doubts of a detector are those of this posterior and this way."""
+    doubting, way = novelty.posterior, novelty.via
+    assert doubting is not None
+    tuned = None if posterior.aim is None else posterior.aim.via
+    exact = all(each is None or each == Linearized() or isinstance(each, Streamlined) for each in (via, way or tuned))
+    if exact and doubting is posterior and posterior.tangent.treats_output_alone:
+        return  # equal except for rounding, which matters at a weak prior
+    mine, theirs = doubt(posterior, example, via), doubt(doubting, example, way)
+    if not torch.allclose(mine, theirs, rtol=0.01, atol=1e-6):
+        raise LapwingError(
+            f"The held-out doubts of this detector are by another way or posterior than via={shown(via)}, so its "
+            "p-values would be wrong. Write detector = lw.novelty(posterior, loader, held_out=held_out, via=way), with "
+            "the posterior and the way that are deployed, such as way = lw.deploy(posterior, x).via."
+        )
 
 
 def _exported_way(via: Way) -> tuple[Streamlined | Amortized, float, bool]:
@@ -181,36 +198,35 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _observing(
-    likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float
+    likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float, doubts: bool
 ) -> tuple[Observe, tuple[str, ...], int, float | None]:
-    """Returns a function from moments to results, their names, the number of kinds of moments that it reads, and ν."""
-    if outputs == "latent":
-        return (lambda latent, _: (latent.mean, latent.scaled(factor).variance)), ("mean", "variance"), 1, None
-    ones = torch.ones(1, size)
-    chosen = likelihood.choose_link(Latent(ones, ()), link)
-    if not chosen.closed_form:
-        closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
-        raise LapwingError(
-            f"The link {shown(chosen)} of the {likelihood.name} likelihood has no closed form. "
-            + (f"Pass {' or '.join(closed)}, or write" if closed else "Write")
-            + " lw.deploy(posterior, x, outputs='latent')."
-        )
+    """Returns a function from moments to results, their names, the number of kinds of moments that it reads, and ν.
+
+    With `doubts` the last result is the doubt, which has no name: a p-value reads it.
+    """
     scored = outputs == "scores"
-    matrix = likelihood.reads_covariance(Quadrature() if scored else chosen)  # mutual information reads the same
+    ones, chosen = torch.ones(1, size), None if outputs == "latent" else _closed_link(likelihood, size, link)
+    information = likelihood.reads_covariance(Quadrature())  # mutual information reads the same
+    matrix = information if scored or doubts else chosen is not None and likelihood.reads_covariance(chosen)
+    if information and (scored or doubts) and size > CLASSES:
+        raise LapwingError(
+            f"outputs='scores' and the doubt of a detector are for labels of up to {CLASSES} classes, and the network "
+            f"has {size}. Write lw.deploy(posterior, x), or predict with posterior.predict(x)."
+        )
 
     def prediction(latent: Latent, features: Tensor | None) -> Any:
         return predicted(likelihood, latent.scaled(factor), chosen, features=features)
 
-    def results(prediction: Any) -> dict[str, Tensor]:
-        if not scored:
-            return prediction.summary()
-        if not isinstance(prediction, (BernoulliPrediction, ClassPrediction)) or (matrix and size > CLASSES):
-            raise LapwingError(
-                f"outputs='scores' is for labels of up to {CLASSES} classes, and the {likelihood.name} likelihood has "
-                f"{size} outputs. Write lw.deploy(posterior, x), or predict with posterior.predict(x)."
-            )
-        scores = {"entropy": prediction.entropy(), "mutual_information": prediction.mutual_information()}
-        return prediction.summary() | scores
+    def results(latent: Latent, features: Tensor | None) -> dict[str, Tensor]:
+        if chosen is None:
+            found = {"mean": latent.mean, "variance": latent.scaled(factor).variance}
+        else:
+            whole = prediction(latent, features)
+            found = whole.summary() | (_scores(likelihood, whole) if scored else {})
+        if doubts:
+            known = found.get("mutual_information")
+            found["doubt"] = doubt_of(likelihood, latent.scaled(factor)) if known is None else known
+        return found
 
     noises = [part.input_noise for part in likelihood.regressions.values() if part.input_noise is not None]
     centre = noises[0].centre[None] if noises else None
@@ -218,11 +234,33 @@ def _observing(
         ones = ones if centre is None else ones.to(centre.device)
         centred = ones.clone().requires_grad_()
         term = DenseTerm(torch.eye(size).to(ones)[None], centred) if matrix else MarginalTerm(ones, centred)
-        example = prediction(Latent(ones, (term,)), centre)
-        found = results(example)
+        example = Latent(ones, (term,))
+        found = results(example, centre)
         kinds = 3 if matrix else 1 + any(value.requires_grad for value in found.values())
-    df = getattr(example, "df", None)
-    return (lambda *moments: tuple(results(prediction(*moments)).values())), tuple(found), kinds, df
+    df = None if chosen is None else getattr(prediction(example, centre), "df", None)
+    found.pop("doubt", None)
+    return (lambda *moments: tuple(results(*moments).values())), tuple(found), kinds, df
+
+
+def _closed_link(likelihood: Likelihood, size: int, link: Link | None) -> Link:
+    chosen = likelihood.choose_link(Latent(torch.ones(1, size), ()), link)
+    if chosen.closed_form:
+        return chosen
+    closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
+    raise LapwingError(
+        f"The link {shown(chosen)} of the {likelihood.name} likelihood has no closed form. "
+        + (f"Pass {' or '.join(closed)}, or write" if closed else "Write")
+        + " lw.deploy(posterior, x, outputs='latent')."
+    )
+
+
+def _scores(likelihood: Likelihood, prediction: Any) -> dict[str, Tensor]:
+    if isinstance(prediction, (BernoulliPrediction, ClassPrediction)):
+        return {"entropy": prediction.entropy(), "mutual_information": prediction.mutual_information()}
+    raise LapwingError(
+        f"outputs='scores' is for labels, and the {likelihood.name} likelihood has other targets. Write "
+        "lw.deploy(posterior, x), or predict with posterior.predict(x)."
+    )
 
 
 __all__ = ["Predictor", "deploy"]

@@ -40,7 +40,7 @@ class Results:
     """What a deployed network returns: `observe` maps a latent with its first `kinds` of moments to tensors.
 
     It also gets the features of the block `layer` (see `features_at`; None: no features). The score or the p-value of
-    `novelty` is one more result.
+    `novelty` is one more result. If it has a posterior, the last tensor of `observe` is the doubt, for the p-value.
     """
 
     observe: Observe
@@ -188,11 +188,11 @@ class Run(nn.Module, ABC):
         results = self.observe(latent_of(mean.to(self.dtype), moments.to(self.dtype)), of_noise)
         if self.novelty is None:
             return (*results, *more)
-        score = self.novelty.score(mean_of(values[self.features]))
+        score, count = self.novelty.score(mean_of(values[self.features])), len(results)
         if self.novelty.held_out is None:
             return (*results, *more, score.to(self.dtype))
-        doubts = results[-1:] if self.novelty.posterior is not None else ()  # the mutual information comes last
-        return (*results, *more, self.novelty.joined([*doubts, score]))
+        count -= self.novelty.posterior is not None
+        return (*results[:count], *more, self.novelty.joined([*results[count:], score]))
 
 
 class AmortizedRun(Run):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -45,10 +46,11 @@ class Comparison:
     Attributes:
         columns: names of the metrics.
         rows: name -> column -> number; a column that does not apply is missing from the row.
-        notes: which row has the lowest NLL and whether the data can tell it from the next; explanations of the numbers.
+        notes: which row has the lowest NLL, and which rows the data cannot tell from it; explanations of the numbers.
         errors: name -> column -> standard error: of the number in the first row, and of the difference to the first
             row, paired by sample, in the other rows.
         predictions: name -> arrays of what the row predicted, for pictures.
+        ties: rows whose NLL is at most two standard errors above the lowest one.
     """
 
     columns: tuple[str, ...]
@@ -56,6 +58,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     predictions: dict[str, Predictions] = field(default_factory=dict, repr=False)
+    ties: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> dict[str, float]:
         """Returns one row."""
@@ -141,13 +144,14 @@ class Comparison:
     def tables(self) -> list[tuple[str, list[list[str]]]]:
         """Returns the parts of the printed table: a title, then the names of the columns and the rows, as strings.
 
-        Columns such as "MNIST: AUPR" make the part "MNIST".
+        Columns such as "MNIST: AUPR" make the part "MNIST". Rows without a number are left out of a part.
         """
         titles = dict.fromkeys(["", *(column.rpartition(": ")[0] for column in self.columns)])
         found = []
         for title in titles:
             columns = [column for column in self.columns if column.rpartition(": ")[0] == title]
             rows = [[name, *(self._cell(name, column) for column in columns)] for name in self.rows]
+            rows = [row for row in rows if any(row[1:])]
             found.append((title, [["", *(column.rpartition(": ")[2] for column in columns)], *rows]))
         return found
 
@@ -264,23 +268,26 @@ LOWER = {
     "ECE": "mean gap between confidence and accuracy",
     "Brier": "squared error of the probabilities",
     "AURC": "mean error rate of the most confident 1, 2, ..., N predictions",
-    "RMSE": "root mean squared error",
+    "RMSE": "root of the mean squared error",
     "CRPS": "absolute error of the whole predictive distribution",
 }
 """Column -> its meaning; lower is better."""
 ERRORS = (
-    "±: standard error. In the first row it belongs to the number, in the other rows to the difference from the first "
-    "row, paired by sample."
+    "The number after ± is a standard error: in the first row of the number, in the other rows of the difference from "
+    "the first row, paired by sample."
 )
-PASSES = "passes: measured time of probabilities or means, without scores, in forward passes. Small networks need more."
+PASSES = (
+    "The column passes is the measured time of probabilities or means, without scores, in forward passes. Small "
+    "networks need more."
+)
 QUARTERS = (
-    "Q1 to Q4: share of targets in the 90 % intervals, by quarter of the predicted standard deviations, the smallest "
-    "first. A row that predicts one standard deviation has no quarters."
+    "Q1 to Q4 are shares of targets in the 90 % intervals, by quarter of the predicted standard deviations, the "
+    "smallest first. A row that predicts one standard deviation has no quarters."
 )
 OUTSIDE = (
-    "AUROC: probability that an out-of-distribution (OOD) input has a higher score than a held-out one; 0.5 is chance. "
-    "MI: mutual information between prediction and weights, which only posteriors have. FPR95: share of held-out "
-    "inputs that a threshold flags if it flags 95 % of the OOD inputs. FPR95 and AUPR use {}."
+    "AUROC is the probability that an out-of-distribution (OOD) input has a higher score than a held-out one; 0.5 is "
+    "chance. MI is the mutual information between prediction and weights, which only posteriors have. FPR95 is the "
+    "share of held-out inputs that a threshold flags if it flags 95 % of the OOD inputs. FPR95 and AUPR use {}."
 )
 
 
@@ -288,34 +295,52 @@ def _table(rows: dict[str, Evaluated], notes: list[str], sets: dict[str, Any]) -
     """Returns the table of the rows, with standard errors, verdict and notes."""
     numbers = {name: row.numbers for name, row in rows.items()}
     columns = tuple(dict.fromkeys(column for row in sorted(numbers.values(), key=len, reverse=True) for column in row))
-    first, *others = rows
+    first = next(iter(rows))
     errors = {
         name: {c: row.error(c, rows[first] if name != first else None) for c in columns if c in MEANS}
         for name, row in rows.items()
     }
-    gaps = [(abs(numbers[name][c] - numbers[first][c]), error) for name in others for c, error in errors[name].items()]
-    meanings = "; ".join(f"{column}, {LOWER[column]}" for column in columns if column in LOWER)
+    meanings = "; ".join(f"{column} is the {LOWER[column]}" for column in columns if column in LOWER)
     notes = [ERRORS, *notes, f"Lower is better: {meanings}.", PASSES]
-    if gaps and all(gap <= error for gap, error in gaps):
-        notes.insert(1, f"No difference to {first} is larger than its standard error.")
     if "90 % interval: Q1" in columns:
         notes.append(QUARTERS)
     if sets:
         notes.append(OUTSIDE.format(SCORES[rows[first].score]))
     found = {name: row.predictions() for name, row in rows.items()}
-    return Comparison(columns, numbers, (_lead(rows), *notes), errors, found)
+    lead, ties = _lead(rows)
+    verdict = " ".join([lead, *dict.fromkeys(_taken_for_known(rows))])
+    return Comparison(columns, numbers, (verdict, *notes), errors, found, ties)
 
 
-def _lead(rows: dict[str, Evaluated]) -> str:
-    """Returns which row has the lowest NLL, and whether the data can tell it from the next one."""
+def _lead(rows: dict[str, Evaluated]) -> tuple[str, tuple[str, ...]]:
+    """Returns a text about the row of lowest NLL, and the rows that are at most two standard errors above it."""
     best, *others = sorted(rows, key=lambda name: rows[name].numbers["NLL"])
-    text = f"{best} has the lowest NLL, {rows[best].numbers['NLL']:.4f}."
-    if not others:
-        return text
-    gap = rows[others[0]].numbers["NLL"] - rows[best].numbers["NLL"]
-    error = rows[others[0]].error("NLL", rows[best])
-    text += f" The next row, {others[0]}, has {gap:.4f} more; the standard error of this difference is {error:.4f}"
-    return f"{text}, so the data cannot tell them apart." if gap <= error else f"{text}."
+    gaps = {name: rows[name].numbers["NLL"] - rows[best].numbers["NLL"] for name in others}
+    errors = {name: rows[name].error("NLL", rows[best]) for name in others}
+    shown = {name: f'"{name}" ({gaps[name]:.4f} ± {errors[name]:.4f} more)' for name in others}
+    ties = tuple(name for name in others if gaps[name] <= 2 * errors[name])
+    text = f'"{best}" has the lowest NLL, {rows[best].numbers["NLL"]:.4f}.'
+    if ties:
+        text += f" The data cannot tell it from {' and '.join(shown[name] for name in ties)}."
+    if worse := [name for name in others if name not in ties]:
+        text += f" It is better than {shown[worse[0]]}{' and the others' if worse[1:] else ''}."
+    return text, ties
+
+
+def _taken_for_known(rows: dict[str, Evaluated]) -> Iterator[str]:
+    """Yields a sentence for each row that finds an out-of-distribution set less strange than the held-out inputs.
+
+    Its AUROC A is two standard errors below 0.5, by `Var(A) ≤ A (1 - A) / min(n, m)` for n and m inputs.
+    """
+    for name, row in rows.items():
+        for part, scores in row.foreign.items():
+            for score, outside in scores.items():
+                area = row.numbers[f"{part}: AUROC by {SCORES[score]}"]
+                error = math.sqrt(area * (1 - area) / min(len(outside), len(row.known[score])))
+                if area < 0.5 - 2 * error:
+                    what = "The detector" if score == "novelty" else f'By {SCORES[score]}, "{name}"'
+                    yield f"{what} ranks {part} as known: the AUROC is {area:.3f}, and 0.5 is chance."
+                    break
 
 
 def _check(posteriors: Any, score: Any, repeats: Any, fit_seconds: Any) -> None:

@@ -329,12 +329,12 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) 
     }
     name, what = (TEMPERATURE, "its logits divided by") if tempered else (NOISE, "a noise variance of")
     note = (
-        f"{name}: the network with {what} {chosen[0]:.3g} for half of the samples and {chosen[1]:.3g} for the other. "
-        "The samples of each half chose the number for the other half."
+        f'The row "{name}" is the network with {what} {chosen[0]:.3g} for half of the samples and {chosen[1]:.3g} for '
+        "the other. The samples of each half chose the number for the other half."
     )
     if matrix:
         name = MATRIX
-        note = f"{name}: {TEMPERATURE}, then an affine map of the logits, which the samples of the other half chose."
+        note = f'The row "{name}" adds an affine map of the logits, which the samples of the other half chose.'
     return name, Evaluated(values, known, foreign, network.score), note
 
 

@@ -78,8 +78,11 @@ def detectors(table: Comparison) -> dict[str, list[tuple[float, str, str]]]:
     found: dict[str, list[tuple[float, str, str]]] = {}
     for row, arrays in table.predictions.items():
         for name, scores in arrays.foreign.items():
-            areas = [(table[row][f"{name}: AUROC by {SCORES[score]}"], row, score) for score in scores]
-            found[name] = sorted([*found.get(name, []), *areas], key=lambda one: -one[0])
+            areas = {score: table[row][f"{name}: AUROC by {SCORES[score]}"] for score in scores}
+            if f"{areas.get('entropy', 0):.3f}" == f"{areas.get('mutual_information', 1):.3f}":
+                del areas["entropy"]  # with one noise variance both scores have one order
+            own = [(area, row, score) for score, area in areas.items()]
+            found[name] = sorted([*found.get(name, []), *own], key=lambda one: -one[0])
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import ranks
+from ..covariance import AnyLatent
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
@@ -23,6 +24,7 @@ from ..data.samples import Samples, checked
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
+from ..likelihoods import Likelihood
 from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import doubled, placed
 from ..network.entry import outside_modes
@@ -59,6 +61,7 @@ class Novelty:
     stamp: Stamp
     posterior: Posterior | None = None  # its doubt is a score before the novelty
     held_out: Tensor | None = None  # the K scores of n held-out inputs, (K, n), each row in rising order
+    via: Way | None = None  # of the doubt; None is the way of the posterior's predictions
     model = property(lambda self: self.tangent.model)
 
     @outside_modes
@@ -94,7 +97,9 @@ class Novelty:
         if rows < needed:
             raise LapwingError(f"alarm(rate={rate:.4g}) needs {needed} held-out rows, not {rows}: pass more.")
         if rows + 1 < 10 * (needed + 1):
-            text = "Fewer than 10 of %d held-out rows decide alarms at rate %.3g, which may be off by a third. Pass %d."
+            text = (
+                "Fewer than 10 of %d held-out rows decide alarms at rate %.3g, which may be off by a third. %d suffice."
+            )
             log.warning(text, rows, rate, 10 * needed + 9)
         return p <= rate
 
@@ -111,7 +116,7 @@ class Novelty:
         if maps:
             if self.posterior is None or batches.is_loader(x):
                 raise LapwingError("maps=True needs the detector of a posterior and one batch. Write why(x) otherwise.")
-            found["doubt"] = self._p_values([doubt(self.posterior, x)])[0]
+            found["doubt"] = self._p_values([doubt(self.posterior, x, self.via)])[0]
         return found
 
     def joined(self, scores: Sequence[Tensor]) -> Tensor:
@@ -142,8 +147,10 @@ class Novelty:
                 novelty = like.new_empty(inputs.samples)
                 for rows, chunk in self.tangent.check(inputs).chunks(length):
                     novelty[rows] = self.score(features_of(self.tangent, chunk))
-                doubts = [] if self.posterior is None else [doubt(self.posterior, inputs).reshape(len(novelty), -1)]
-                found.append([*(part.amax(1) for part in doubts), novelty])
+                found.append([novelty])
+                if self.posterior is not None:
+                    doubts = doubt(self.posterior, inputs, self.via).reshape(len(novelty), -1)
+                    found[-1].insert(0, doubts.amax(1))
         if not found:
             raise LapwingError("The inputs hold no samples. Pass a tensor (B, ...) or a loader that yields batches.")
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
@@ -168,20 +175,32 @@ class Novelty:
         header = {"tangent": to_json(tangent), "forward": tangent.call.forward is not None, "dtypes": dtypes}
         tensors = prefixed("weights", {name: fingerprint(value) for name, value in state.items()})
         tensors |= prefixed("novelty", self.tensors) | ({} if self.held_out is None else {"held_out": self.held_out})
-        mine = self.posterior and _print_of(self.posterior)
+        mine = self.posterior and _print_of(self.posterior, self.via)
         write_safetensors(path, tensors, {"novelty": self.by, "posterior": mine, **header})
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: nn.Module | Posterior, *, forward: Forward | None = None
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module | Posterior,
+        *,
+        via: Way | None = None,
+        forward: Forward | None = None,
     ) -> Novelty:
-        """Reads a detector that `save` wrote, with `forward` as in its fit; raises for another network or posterior."""
+        """Reads a detector that `save` wrote; raises for another posterior.
+
+        The file has no functions and no ways: pass `forward` and `via` as in the fit.
+        """
         tensors, header = read_safetensors(path)
         if "novelty" not in header:
             raise LapwingError(f"The file {path} holds no detector. lw.load(path, model) reads posteriors.")
         posterior, network = (model, model.model) if isinstance(model, Posterior) else (None, model)
-        mine, theirs = posterior and _print_of(posterior), header.get("posterior")
+        mine, theirs = posterior and _print_of(posterior, via), header.get("posterior")
         if other := differences(mine or {}, theirs or {}):
+            if other[0] == "way":
+                raise LapwingError(
+                    f"The detector in {path} has the doubt of another way. Pass the way of its fit, via=..."
+                )
             wanted = f"a posterior, with another {other[0]}" if theirs else "a network, posterior.model"
             raise LapwingError(f"The detector in {path} is one of {wanted}. Pass it as the second argument.")
         forward = posterior.tangent.call.forward if posterior and forward is None else forward
@@ -192,13 +211,13 @@ class Novelty:
         check_same(path, tangent, under("weights", tensors), header["dtypes"])
         kept = {name: value.to(device) for name, value in under("novelty", tensors).items()}
         held_out = placed(tensors["held_out"], device) if "held_out" in tensors else None
-        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.model), posterior, held_out)
+        return cls(header["novelty"], tangent, kept, Stamp.of(tangent.model), posterior, held_out, via)
 
 
-def _print_of(posterior: Posterior) -> dict[str, Any]:
+def _print_of(posterior: Posterior, via: Way | None) -> dict[str, Any]:
     """Returns a fingerprint of what decides the predictions of a posterior, except for the network."""
     covariance = [posterior.covariance.tensors(), posterior.covariance.extra()]
-    parts = {"covariance": covariance, "likelihood": posterior.likelihood, "way": posterior.aim}
+    parts = {"covariance": covariance, "likelihood": posterior.likelihood, "way": via or posterior.aim}
     return {name: fingerprint_of(part, functions=False) for name, part in parts.items()}
 
 
@@ -213,6 +232,7 @@ def novelty(
     by: Literal["mahalanobis", "knn"] | None = None,
     *,
     held_out: Any = None,
+    via: Way | None = None,
     forward: Forward | None = None,
 ) -> Novelty:
     """Fits a detector of inputs that are unlike the training data, with a false-alarm rate that one can choose.
@@ -238,7 +258,9 @@ def novelty(
         loader: training data, in any form that `lw.fit` accepts.
         by: the novelty; None means "knn" for a posterior of classes, and otherwise "mahalanobis".
         held_out: a few hundred rows that did not train the network, as the `loader`. They may have tuned the posterior.
-        forward: as in `lw.fit`; None means that of the posterior, if it has one.
+        via: the way of the doubt. None means the way of `posterior.predict`. `lw.deploy` takes a detector with the way
+            that it deploys: the p-values are valid for any way, if it is the same for held-out and new inputs.
+        forward: as in `lw.fit`; None means the `forward` of the posterior, if it has one.
 
     Raises:
         LapwingError: for a posterior without held-out data, and if over 5 % of the held-out rows are training rows.
@@ -276,7 +298,7 @@ def novelty(
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
         kept = [rows.to(tangent.device) for part in ranks.gathered("the features", kept) for rows in part]
     tensors = {"rows": torch.cat(kept)} if by == "knn" else _mahalanobis(pairs, tangent.device)
-    detector = Novelty(by, tangent, tensors, Stamp.of(tangent.model), posterior)
+    detector = Novelty(by, tangent, tensors, Stamp.of(tangent.model), posterior, via=via)
     if known is None:
         return detector
     parts = [torch.stack([*map(doubled, detector._scores(part.inputs))]) for part in known if part.count]
@@ -292,7 +314,12 @@ def doubt(posterior: Posterior, x: Any, via: Way | None = None) -> Tensor:
     """Returns the mutual information of y and the weights in nats, (B, ...), with one noise of y for all inputs."""
     # noise that depends on the input also grows far from the data, and would hide it
     via = posterior.aim.via if via is None and posterior.aim is not None else via
-    return predicted(posterior.likelihood, posterior.latent(x, via)).uncertainty("mutual_information").detach()
+    return doubt_of(posterior.likelihood, posterior.latent(x, via)).detach()
+
+
+def doubt_of(likelihood: Likelihood, latent: AnyLatent) -> Tensor:
+    """Returns the mutual information of y and the latent in nats, (B, ...)."""
+    return predicted(likelihood, latent).uncertainty("mutual_information")
 
 
 def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: posteriors of the model of a `Trainer`, and the uncertainty of text.
+"""Hugging Face transformers: posteriors of the model of a `Trainer`, and the uncertainty of text and of rewards.
 
 `lw.fit(model, loader)` accepts models, batches and padding of transformers without this file.
 """
@@ -19,10 +19,14 @@ import lapwing as lw
 from ..data.inputs import Inputs
 from ..errors import LapwingError, extra, shown
 from ..linalg import doubled
+from ..prediction.quantities import Quantity
 from ..tangent import Tangent
 from ._modes import eval_mode
 
-__all__ = ["NextTokens", "TokenScores", "fit_trainer", "lora_cores", "score_tokens"]
+__all__ = [
+    "NextTokens", "Rewards", "TokenScores", "fit_trainer", "lora_cores", "preferences", "reward_difference", "rewards",
+    "score_tokens",
+]  # fmt: skip
 
 IGNORED = -100
 """Label of tokens that do not count."""
@@ -161,6 +165,92 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
         )
     latent = lw.Linearized().latent(tangent, posterior.covariance, Inputs.of(inputs, tangent.device), False)
     return TokenScores(latent.mean.detach(), latent.covariance.detach())
+
+
+def preferences(loader: Iterable[Mapping[str, Any]], validation: Any = None) -> dict[str, Any]:
+    """Returns arguments of `lw.fit(model, **preferences(loader))` for a reward model r that learned from pairs.
+
+    `P(chosen is preferred) = σ(r(chosen) - r(rejected))`, the model of Bradley and Terry. Half of the differences have
+    the sign -1 and the label 0: from labels that are all equal, calibration would learn a constant.
+
+    Args:
+        loader: an iterable of trl's batches, which can be read several times: dicts with `input_ids` (2B, T), B chosen
+            and then B rejected answers, or with `input_ids_chosen` and `input_ids_rejected` (B, T); and their masks.
+        validation: held-out pairs in the same form, or None.
+    """
+    options = {} if validation is None else {"validation": _Pairs(validation)}
+    return {"loader": _Pairs(loader), "likelihood": lw.Bernoulli(), "forward": reward_difference, **options}
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """A loader of `({"chosen": inputs, "rejected": inputs, "signs": ±1}, signs > 0)`, made of trl's batches."""
+
+    loader: Iterable[Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        for batch in self.loader:
+            pairs: dict[str, dict[str, Tensor]] = {"chosen": {}, "rejected": {}}
+            for key, value in batch.items() if isinstance(batch, Mapping) else ():
+                name, _, answer = key.rpartition("_")
+                if answer in pairs:
+                    pairs[answer][name] = value
+                elif key in ("input_ids", "attention_mask"):
+                    pairs["chosen"][key], pairs["rejected"][key] = value.tensor_split(2)
+            if not all("input_ids" in inputs for inputs in pairs.values()):
+                raise LapwingError(
+                    "preferences needs trl's batches: dicts with input_ids (2B, T), chosen answers before rejected "
+                    "ones, or with input_ids_chosen and input_ids_rejected. Pass the loader of a trl.RewardTrainer."
+                )
+            signs = 1.0 - 2 * (pairs["chosen"]["input_ids"].sum(1, keepdim=True) % 2)  # the same at every reading
+            yield {**pairs, "signs": signs}, signs > 0
+
+
+def reward_difference(model: nn.Module, pairs: Mapping[str, Any]) -> Tensor:
+    """Returns `±(r(chosen) - r(rejected))` (B, 1): the `forward=` of `preferences`, which `lw.load` needs, too."""
+    return pairs["signs"] * (model(**pairs["chosen"]).logits - model(**pairs["rejected"]).logits)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Rewards(Quantity):
+    """Rewards (n,) of the answers to one prompt, in log odds of being preferred, with their covariance (n, n)."""
+
+    def pessimistic(self, beta: float) -> Tensor:
+        """Returns `mean - σ²/(2β) = -β log E[exp(-r/β)]` (n,) for β > 0 (arXiv 2606.09073)."""
+        return self.mean - self.std.square() / (2 * beta)
+
+    def best(self, beta: float | None = None) -> int:
+        """Returns the number of the answer with the largest mean, or with the largest pessimistic reward."""
+        return int((self.mean if beta is None else self.pessimistic(beta)).argmax())
+
+
+def rewards(posterior: lw.Posterior, batch: Mapping[str, Tensor], reference: int | None = None) -> Rewards:
+    """Returns the rewards `D r` of n answers to one prompt, with the covariance `D J Σ Jᵀ Dᵀ`.
+
+    Pairs say nothing about a constant. So `D = I - 1 e_kᵀ` compares with answer k, or `D = I - 1 1ᵀ/n` with the mean.
+
+    Args:
+        posterior: `lw.fit(model, **preferences(loader))`.
+        batch: inputs of the model, with a row for each answer.
+        reference: k; None compares with the mean.
+
+    Raises:
+        LapwingError: for a posterior of something else, or if the batch has no answer k.
+
+    Cost: 2 n forward passes, and as many backward passes.
+    """
+    if posterior.tangent.call.forward is not reward_difference:
+        raise LapwingError("rewards needs a posterior of pairs. Write lw.fit(model, **preferences(loader)).")
+    count = len(batch["input_ids"])
+    if reference is not None and not 0 <= reference < count:
+        raise LapwingError(f"There are {count} answers, and reference={shown(reference)}. Pass a number from 0.")
+    same = {key: value[reference or 0].expand_as(value) for key, value in batch.items()}
+    pairs = {"chosen": dict(batch), "rejected": same, "signs": torch.ones_like(batch["input_ids"][:, :1])}
+    likelihood: Any = posterior.likelihood
+    latent = likelihood.tempered(posterior.latent(pairs, joint=True)).compact(covariances=True)
+    one = torch.eye(count).to(latent.mean)
+    centre = one - (one.mean(0) if reference is None else one[reference])
+    return Rewards(centre @ latent.mean[:, 0], centre @ latent.covariance[:, 0, :, 0] @ centre.T)
 
 
 def lora_cores(model: nn.Module) -> nn.Module:

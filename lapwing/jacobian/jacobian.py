@@ -12,12 +12,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from typing_extensions import Self
 
 from ..linalg import total
 from .strips import Strips

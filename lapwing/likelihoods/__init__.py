@@ -9,6 +9,7 @@ from __future__ import annotations
 from .base import Likelihood, NoiselessLikelihood, apply_weights, curvature_weights
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
+from .censored import Censored, CensoredPrediction
 from .from_distribution import FamilyLikelihood, FromDistribution, Ordinal
 from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
@@ -23,9 +24,9 @@ from .student_t import StudentT
 from .targets import aligned_targets, check_real_targets
 
 __all__ = [
-    "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "ClassLink", "ClassPrediction",
-    "CountPrediction", "DiscretePrediction", "ExactLink", "FamilyLikelihood", "FromDistribution", "Gaussian",
-    "HeteroscedasticGaussian", "HeteroscedasticPrediction", "Joint", "JointPrediction", "LaplaceBridge",
+    "Bernoulli", "BernoulliPrediction", "BinaryLink", "Categorical", "Censored", "CensoredPrediction", "ClassLink",
+    "ClassPrediction", "CountPrediction", "DiscretePrediction", "ExactLink", "FamilyLikelihood", "FromDistribution",
+    "Gaussian", "HeteroscedasticGaussian", "HeteroscedasticPrediction", "Joint", "JointPrediction", "LaplaceBridge",
     "Likelihood", "Link", "LogitLikelihood", "MixturePrediction", "NoiselessLikelihood", "Ordinal", "P", "Poisson",
     "Prediction", "Probit", "Quadrature", "RealPrediction", "RegressionPrediction", "SampledLink", "StudentT",
     "aligned_targets", "apply_weights", "check_real_targets", "curvature_weights", "latent_draws",

@@ -90,6 +90,13 @@ class RegressionMixture(NormalsPrediction, MixturePrediction):
         """Mean over members of their noise variances, (B, C)."""
         return torch.stack([member.aleatoric_variance for member in self.members]).mean(0)
 
+    @property
+    def covariance(self) -> Tensor:
+        """Mean over members of their covariances plus the covariance of their means, (B, C, C)."""
+        moved = (self.latent.draws - self.mean).movedim(0, -1)  # (B, C, M)
+        within = torch.stack([member.covariance for member in self.members]).mean(0)
+        return within + moved @ moved.mT / len(self.members)
+
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets of each input, (B,), over the known targets if some are missing."""
         logs = torch.stack([member.log_prob(targets) for member in self.members])

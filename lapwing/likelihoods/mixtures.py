@@ -94,6 +94,14 @@ def mixture_quantile(means: Tensor, variances: Tensor, weights: Tensor, probabil
 class NormalsPrediction(RealPrediction):
     """Real values, each with a mixture of normals: quantiles, distribution functions and scores in closed form."""
 
+    latent: Any
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances of the C targets of each input, (B, C, C): of their means, plus the noise on the diagonal."""
+        count = self.mean.shape[-1]  # the first outputs are the means
+        return self.latent.own_covariance[:, :count, :count].to(self.mean) + self.aleatoric_variance.diag_embed()
+
     @property
     @abstractmethod
     def _normals(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -372,6 +372,11 @@ class ScaledPrediction(RealPrediction):
     def aleatoric_variance(self) -> Tensor:
         return self.scale.square() * self.prediction.aleatoric_variance
 
+    @property
+    def covariance(self) -> Tensor:
+        inner: Any = self.prediction
+        return self.scale * inner.covariance * self.scale[:, None]
+
     def pit(self, targets: Tensor) -> Tensor:
         return self.prediction.pit(self._inner(targets)[0])
 

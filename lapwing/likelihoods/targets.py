@@ -26,8 +26,8 @@ def any_counts(targets: Tensor, counted: Tensor | None) -> bool:
 def no_targets_error(which: str) -> LapwingError:
     """Returns the error for data of which no target counts."""
     return LapwingError(
-        f"None of the {which} counts: all of them are NaN, or the ignore_index of the likelihood. Pass some known "
-        "ones, or another likelihood=lw.Categorical(ignore_index=...)."
+        f"None of the {which} counts: there are none, or all of them are NaN or the ignore_index of the likelihood. "
+        "Pass some known ones, or another likelihood=lw.Categorical(ignore_index=...)."
     )
 
 

@@ -109,6 +109,8 @@ def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: 
     other = any(leaf.dtype != weight for leaf in leaves if leaf.is_floating_point() or len(leaves) == 1)
     if isinstance(error, TypeError):
         line = "Pass what this call takes, without targets, or forward=lambda model, inputs: model(...)."
+        if isinstance(inputs.value, Mapping):
+            line = f"{line} Or name the parts of a batch: lw.batches(loader, inputs=..., targets=...)."
         if isinstance(inputs.value, tuple) and len(inputs.value) == 2 == len(leaves):
             line = f"{line} A fit to batches (inputs, targets, weights) needs sample_weights=True."
         if "list" in str(error):

@@ -23,10 +23,12 @@ from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
-from ..options import SEED, check_argument, instance_of, positive
-from ..prediction import Aim, Quantity, Way
+from ..options import SEED, Rule, check_argument, instance_of, positive
+from ..prediction import Aim, Quantity, Scaled, Way
+from ..prediction.linearized import EXACT
 from ..prediction.quantities import quantity
-from ..tangent import Tangent, split
+from ..prediction.weight_draws import KeptDraws, deviations_of
+from ..tangent import Tangent
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .explanations import Explanation, explained, influence, value
@@ -312,9 +314,10 @@ class Posterior(Displayed, Generic[P]):
 
         Returns:
             Classification: `.probs .confidence .entropy() .mutual_information()`; regression: `.mean .std .variance
-            .interval(0.9) .epistemic_variance .aleatoric_variance`; both: `.log_prob(y) .sample(n) .distribution()`. If
-            the outputs have positions, results have their shape, with one value per position instead of per input. A
-            loader whose batches have different numbers of positions gives a list with a prediction for each batch.
+            .interval(0.9) .epistemic_variance .aleatoric_variance`, and `.covariance` (B, C, C) of the targets of an
+            input; both: `.log_prob(y) .sample(n) .distribution()`. If the outputs have positions, results have their
+            shape, with one value per position instead of per input. A loader whose batches have different numbers of
+            positions gives a list with a prediction for each batch.
 
         Raises:
             LapwingError: if the inputs are invalid, or if the likelihood does not accept the link.
@@ -336,7 +339,9 @@ class Posterior(Displayed, Generic[P]):
     @warns_once
     @outside_modes
     @memory_errors("The quantity", "Return fewer numbers, or pass the inputs as a loader of smaller batches.")
-    def of(self, function: Callable[..., Tensor], data: Any = None, observed: bool = False) -> Quantity:
+    def of(
+        self, function: Callable[..., Tensor], data: Any = None, observed: bool = False, via: Scaled | None = None
+    ) -> Quantity:
         """Returns any numbers that are computed from the network, with their error: totals, slopes, single weights.
 
         `q(θ) ≈ q(θ̂) + g (θ - θ̂)` has the covariance `g Σ gᵀ`, where g (q, P) is the gradient of the q numbers.
@@ -353,6 +358,7 @@ class Posterior(Displayed, Generic[P]):
                 `f(x)`, with `d diag(σ²) dᵀ` for the derivative d of the numbers by the outputs. A row has one noise in
                 all calls of f with equal inputs, so `f(x) - f(x)` has none. Equal rows of one call, or of two batches,
                 are separate measurements. Numbers without y, such as slopes and weights, have no noise.
+            via: `lw.scale_factor(posterior, held_out, of=...)`, whose factor multiplies `g Σ gᵀ`; None means 1.
 
         Returns:
             `.mean`, `.std` and `.interval(0.9)` in the shape of the result of the function, `.covariance` of shape
@@ -377,7 +383,12 @@ class Posterior(Displayed, Generic[P]):
         """
         self._check_network()
         check_flag("of", "observed", observed)
-        return quantity(self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns)
+        way = Scaled(EXACT, 1.0) if via is None else via
+        rule = Rule(lambda way: isinstance(way, Scaled) and way.via == EXACT, "a way of lw.scale_factor(..., of=)")
+        check_argument("posterior.of", "via", way, rule, "None")
+        return quantity(
+            self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns, way.factor
+        )
 
     @warns_once
     @outside_modes
@@ -491,18 +502,54 @@ class Posterior(Displayed, Generic[P]):
         Raises:
             LapwingError: if `n` or `seed` is not a whole number, or if the weights have changed since the fit.
         """
-        check_draws("posterior.sample", "n", n, self.tangent.size)
-        check_argument("posterior.sample", "seed", seed, SEED, "0")
-        self._check_network()
-        generator = torch.Generator(self.covariance.device).manual_seed(int(seed))
-        mean, parameters = self.tangent.mean(), self.tangent.parameters
-        draws = {name: values.new_empty(int(n), len(values)) for name, values in mean.items()}
-        length = self.tangent.memory // (8 * self.tangent.size * self.covariance.dtype.itemsize)
-        for rows, deviations in self.covariance.samples(int(n), generator, length):
-            for name, deviation in deviations.items():
-                draws[name][rows] = mean[name] + deviation.to(mean[name])
-        draws = {name: draw.to(parameters[name].dtype) for name, draw in split(self.tangent.blocks, draws).items()}
+        draws = self._deviations("posterior.sample", n, seed)
+        for name, weight in self.tangent.parameters.items():
+            draws[name] = draws[name].add_(weight.detach()).to(weight.dtype)
         return self.tangent.native(draws)
+
+    @outside_modes
+    def sample_function(self, seed: int = 0, n: int | None = None) -> Callable[[Any], Any]:
+        """Returns a draw of the function, or n draws: `f(x) = f(x, θ̂) + J(x)(θ - θ̂)` with `θ ~ N(θ̂, Σ)` drawn once.
+
+        So f is the same function at every call and in every batch, and after `save` and `load`. It is differentiable in
+        inputs that require gradients. `posterior.sample(n, seed)` returns the weights θ.
+
+        Args:
+            seed: seed of the draws.
+            n: number of functions; None means one, whose values have no axis for draws.
+
+        Returns:
+            A function of inputs as in `latent`: `f(x)` has the outputs (B, C), or (n, B, C), or the shape of outputs
+            with positions. For classes they are logits, not calibrated by held-out data.
+
+        Raises:
+            LapwingError: if `seed` or `n` is not a whole number, or if the weights have changed since the fit. f raises
+                for invalid inputs, and for networks that support neither forward mode nor two backward passes.
+
+        Cost: memory for n draws of the weights; each call about four forward passes, and two more per function.
+
+        Example:
+            >>> import torch, lapwing as lw
+            >>> x, y = torch.randn(50, 2), torch.randn(50, 1)
+            >>> f = lw.fit(torch.nn.Linear(2, 1).eval(), (x, y)).sample_function(seed=1)
+            >>> f(x).shape, torch.allclose(f(x)[:3], f(x[:3]))
+            (torch.Size([50, 1]), True)
+        """
+        way = KeptDraws(self._deviations("posterior.sample_function", 1 if n is None else n, seed))
+
+        def values(latent: Any) -> Any:
+            if isinstance(latent, list):
+                return [values(part) for part in latent]
+            return latent.draws[0] if n is None else latent.draws
+
+        return lambda x: values(self.latent(x, way))
+
+    def _deviations(self, caller: str, n: int, seed: int) -> dict[str, Tensor]:
+        """Returns n draws of `θ - θ̂`: parameter name -> (n, *shape)."""
+        check_draws(caller, "n", n, self.tangent.size)
+        check_argument(caller, "seed", seed, SEED, "0")
+        self._check_network()
+        return deviations_of(self.tangent, self.covariance, int(n), int(seed))
 
     @outside_modes
     def diagnose(self) -> Diagnosis:

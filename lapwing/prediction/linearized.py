@@ -21,7 +21,7 @@ from ..options import INT64_LIMIT, SEED, at_least, option
 from ..tangent import Cotangents, Reading, Record, Tangent
 from .uncertain import carried
 from .way import Way
-from .weight_draws import latent_of_draws
+from .weight_draws import latent_of_draws, no_products
 
 log = logging.getLogger("lapwing")
 
@@ -137,11 +137,8 @@ class Linearized(Way):
         assert self.draws is not None
         latent = latent_of_draws(tangent, covariance, inputs, self.draws, self.seed, joint)
         if latent is None:
-            raise LapwingError(
-                f"{self} needs products of the Jacobian with weights, and {type(tangent.model).__name__} calls an "
-                "operation that has neither forward mode nor a second derivative. Write via=lw.MonteCarlo(draws=50), "
-                "or via=lw.Linearized() for the exact covariance."
-            )
+            exact = "or via=lw.Linearized() for the exact covariance"
+            raise no_products(f"{self}", tangent, f"via=lw.MonteCarlo(draws=50), {exact}")
         return latent
 
 

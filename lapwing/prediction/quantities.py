@@ -62,7 +62,7 @@ class Quantity(Displayed):
     def __repr__(self) -> str:
         mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
         pairs = [f"{m:.4g} ± {s:.2g}" for m, s in zip(mean[:4], std[:4], strict=True)]
-        return f"Quantity({', '.join(pairs)}{', ...' if len(mean) > 4 else ''})"
+        return f"{type(self).__name__}({', '.join(pairs)}{', ...' if len(mean) > 4 else ''})"
 
 
 class NamedWeights(dict[str, Tensor]):
@@ -119,8 +119,9 @@ def quantity(
     data: Any,
     observed: bool,
     columns: Columns,
+    factor: float = 1.0,
 ) -> Quantity:
-    """Returns the numbers of a function with the covariance `g Σ gᵀ`: see `Posterior.of`."""
+    """Returns the numbers of a function with the covariance `g Σ gᵀ` times a factor: see `Posterior.of`."""
     if not callable(function) or isinstance(function, (type, nn.Module)):
         raise LapwingError(
             f"posterior.of({shown(function)}) needs a function of the network. Write posterior.of(lambda f: "
@@ -183,7 +184,7 @@ def quantity(
     matrix = mean.new_zeros(mean.numel(), mean.numel())
     for rows, products in covariance.products(gradient, tangent.memory):
         matrix[rows] = total(row_products(products[name], gradient[name]) for name in gradient).to(matrix)
-    return Quantity(mean, (matrix + matrix.T).div_(2).add_(noise).reshape(mean.shape * 2))
+    return Quantity(mean, (matrix + matrix.T).mul_(factor / 2).add_(noise).reshape(mean.shape * 2))
 
 
 def _errors(

@@ -1,23 +1,25 @@
-"""Draws of the weights through the Jacobian: what `Linearized(draws=S)` returns."""
+"""Draws of the weights through the Jacobian: for `Linearized(draws=S)`, and for functions that keep their draws."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ..covariance import Covariance, LatentDraws, LinearDraws
+from ..covariance import AnyLatent, Covariance, LatentDraws, LinearDraws
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data.batches import check_outputs
 from ..data.inputs import Inputs
+from ..errors import LapwingError
 from ..jacobian.jacobian import SLICE_BYTES
 from ..linalg import check_memory
 from ..network.generic import DIRECTIONS, Group, WeightProducts, direction_groups
 from ..tangent import Tangent, split
+from .way import Way
 
 AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
@@ -29,17 +31,47 @@ def latent_of_draws(
 
     A covariance of few draws (`lw.SampledLLA`) gives at most its own draws.
     """
-    checked = tangent.check(inputs)
     count = min(draws, covariance.distinct_draws or draws)
-    check_memory(f"lw.Linearized(draws={draws})", count, checked.samples * tangent.width)
-    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
-    chunks = list(checked.chunks(_length(tangent, largest, tangent.size)))
-    mean = torch.cat([tangent.call_with({}, chunk).to(tangent.dtype) for _, chunk in chunks])
-    check_outputs(mean, "these inputs")
-    deviations = _products(tangent, _weight_draws(tangent, covariance, count, seed), chunks, count)
-    if deviations is None:
-        return None
-    return draws_at_positions(tangent, LinearDraws(mean, deviations, joint), checked)
+    check_memory(f"lw.Linearized(draws={draws})", count, inputs.samples * tangent.width)
+    mean, deviations = _products(tangent, _weight_draws(tangent, covariance, count, seed), inputs, count)
+    return None if deviations is None else draws_at_positions(tangent, LinearDraws(mean, deviations, joint), inputs)
+
+
+def deviations_of(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> dict[str, Tensor]:
+    """Returns draws of `θ - θ̂ ~ N(0, Σ)`: parameter name -> (count, *shape), in the accumulation dtype."""
+    generator = torch.Generator(covariance.device).manual_seed(seed)
+    weights, dtype = tangent.parameters, tangent.dtype
+    draws = {name: weight.new_empty((count, *weight.shape), dtype=dtype) for name, weight in weights.items()}
+    length = tangent.memory // (8 * tangent.size * covariance.dtype.itemsize)
+    for rows, steps in covariance.samples(count, generator, length):
+        for name, step in split(tangent.blocks, steps).items():
+            draws[name][rows] = step.to(draws[name])
+    return draws
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeptDraws(Way):
+    """The way of `Posterior.sample_function`: `f(x, θ̂) + J(x)(θ_s - θ̂)` with the same draws θ_s at every call."""
+
+    draws: dict[str, Tensor]  # θ_s - θ̂: parameter name -> (S, *shape)
+
+    def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
+        """Returns the values (S, B, C) of the functions."""
+        count = len(next(iter(self.draws.values())))
+        parts = (slice(start, start + DIRECTIONS) for start in range(0, count, DIRECTIONS))
+        groups = ((rows, direction_groups({name: draw[rows] for name, draw in self.draws.items()})) for rows in parts)
+        mean, deviations = _products(tangent, groups, inputs, count)
+        if deviations is None:
+            raise no_products("posterior.sample_function", tangent, "posterior.latent(x, joint=True).sample(1)")
+        return draws_at_positions(tangent, LatentDraws(mean + deviations, joint), inputs)
+
+
+def no_products(caller: str, tangent: Tangent, instead: str) -> LapwingError:
+    """Returns the error for a network without products of its Jacobian."""
+    return LapwingError(
+        f"{caller} needs products of the Jacobian with weights, and {type(tangent.model).__name__} calls an operation "
+        f"that has neither forward mode nor a second derivative. Write {instead}."
+    )
 
 
 def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Inputs) -> AnyDraws | LatentAtPositions:
@@ -55,23 +87,27 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Inputs) -> An
 
 
 def _products(
-    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], chunks: Sequence[tuple[slice, Inputs]], count: int
-) -> Tensor | None:
-    """Returns the products (S, B, C) of the network's Jacobian with the draws, or None if they are not supported."""
+    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], inputs: Inputs, count: int
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the outputs (B, C), and the products (S, B, C) of their Jacobian with draws, or None without products."""
+    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
+    chunks = list(tangent.check(inputs).chunks(_length(tangent, largest, tangent.size)))
+    mean = torch.cat([tangent.call_with({}, chunk).to(tangent.dtype) for _, chunk in chunks])
+    check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
     whole = None
     for group, steps in draws:
         for product, (rows, chunk) in zip(products, chunks, strict=True):
             part = product(steps, chunk)
             if part is None:
-                return None
+                return mean, None
             part = part.to(tangent.dtype)
             if len(part) == count and len(chunks) == 1:
-                return part
-            whole = part.new_empty(count, chunks[-1][0].stop, part.shape[-1]) if whole is None else whole
+                return mean, part
+            whole = part.new_empty(count, *mean.shape) if whole is None else whole
             whole[group, rows] = part
         del steps  # frees them before the next draws
-    return whole
+    return mean, whole
 
 
 def _length(tangent: Tangent, largest: int, weights: int) -> int:

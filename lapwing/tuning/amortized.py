@@ -38,6 +38,8 @@ log = logging.getLogger("lapwing")
 EXACT = Linearized()
 HEAD_OUTPUTS, HEAD_ROWS, HEAD_FEWEST = 20, 4_000, 100
 """Maximum number of outputs; maximum number of rows of the data, and of unlabelled ones; minimum number of both."""
+HEAD_COPIES = 20
+"""Rows z and covariances that are in memory for each row of the data: corruptions, and copies while the head learns."""
 HEAD_LEFT_OUT, HEAD_WITHIN = 0.2, 0.99
 """Part of the rows that the head does not see; part of these within the limit of the guard."""
 HEAD_WIDTH, HEAD_STEPS, HEAD_BATCH, HEAD_RATE = 128, 8_000, 512, 3e-3
@@ -213,7 +215,7 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
 
     Cost: exact predictions of 4 000 rows and 16 000 corrupted ones, and 8 000 steps of the head: half a minute for a
     small network on a CPU. A prediction costs a forward pass, and exact predictions of the inputs beyond the guard.
-    All rows z and covariances are in memory at once, whatever `memory=` was in the fit.
+    Rows z and covariances are in memory at once: if 4 000 rows exceed `memory=` of the fit, there are fewer.
 
     Source: after knowledge distillation; the targets are exact and need no labels. `docs/deployment.md` has a trial.
 
@@ -231,10 +233,13 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
     tangent = posterior.tangent
     data, generator = Data.of(loader, posterior), torch.Generator().manual_seed(0)
     batches.check_loader(data.loader, "lw.amortize")
-    share = min(1.0, HEAD_ROWS / (data.expected_size or HEAD_ROWS))
-    labelled = _some((samples.inputs for samples in checked(data, tangent.device)), share, generator)
-    more = () if unlabelled is None else _some(_batches(tangent, unlabelled), 1.0, generator)
     layer, centred = last_layer_of(tangent), posterior.likelihood.activation == "softmax"
+    width = rows_of(tangent, layer, tangent.check(data.first.inputs.take(slice(0, 1))))[1].shape[1]
+    most = tangent.memory // (HEAD_COPIES * (4 * width + 8 * tangent.outputs**2))
+    most = min(max(most, HEAD_FEWEST), HEAD_ROWS)
+    share = min(1.0, most / (data.expected_size or most))
+    labelled = _some((samples.inputs for samples in checked(data, tangent.device)), share, most, generator)
+    more = () if unlabelled is None else _some(_batches(tangent, unlabelled), 1.0, most, generator)
 
     # 1. rows z and covariances of known, left-out and corrupted inputs
     known: list[tuple[Tensor, Tensor]] = []
@@ -246,7 +251,7 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
             pairs.append((rows, exact(tangent, posterior.covariance, inputs, centred)))
 
     parts = [*labelled, *more]
-    rounds = max(1, HEAD_ROWS // max(1, sum(inputs.samples for inputs in parts)))
+    rounds = max(1, most // max(1, sum(inputs.samples for inputs in parts)))
     for inputs in parts:
         out = torch.rand(inputs.samples, generator=generator) < HEAD_LEFT_OUT
         kept = inputs.take((~out).nonzero()[:, 0])
@@ -328,9 +333,9 @@ def _batches(tangent: Tangent, x: Any) -> Iterator[Inputs]:
         yield prepared(part, tangent.device).certain
 
 
-def _some(parts: Iterable[Inputs], share: float, generator: torch.Generator) -> Iterator[Inputs]:
-    """Yields about a share of the samples, and no more than `HEAD_ROWS` in all."""
-    left = HEAD_ROWS
+def _some(parts: Iterable[Inputs], share: float, most: int, generator: torch.Generator) -> Iterator[Inputs]:
+    """Yields about a share of the samples, and no more than `most` in all."""
+    left = most
     for inputs in parts:
         chosen = (torch.rand(inputs.samples, generator=generator) < share).nonzero()[:left, 0]
         left -= len(chosen)

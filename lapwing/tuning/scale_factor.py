@@ -40,6 +40,7 @@ def scale_factor(
     via: Way = Linearized(),  # noqa: B008 (frozen)
     *,
     to: Way | None = None,
+    of: Callable[..., Tensor] | None = None,
     by: Literal["validation", "evidence"] = "validation",
     link: Link | None = None,
     decades: tuple[float, float] = (-6.0, 3.0),
@@ -51,6 +52,10 @@ def scale_factor(
     `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets:
     `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
+
+    With `of=`, s is for a quantity, such as forces of a network of energies: `of(f, x)` returns numbers (B, ...) as in
+    `posterior.of`, and the loader has their true values y. `s = (q + Σ (y - m)²/v) / (q + n)`, for n numbers with means
+    m and variances v, q in a row: the best s for single numbers, and a row at s = 1. Use it by `posterior.of(via=way)`.
 
     With `by="validation"`, `s = argmax Σ_n log ∫ p(y_n|f) N(f; m_n, s V_n) df` over held-out data. The sum counts one
     more term: for labels a quarter of a row with a uniform label, otherwise `-C/4 (log s)²`, which pulls s to 1. The
@@ -68,9 +73,10 @@ def scale_factor(
     Args:
         posterior: posterior of the fit.
         loader: (inputs, targets) batches of held-out data; for the evidence, the training data or a random part; with
-            `to=`, a batch of inputs.
+            `to=`, a batch of inputs; with `of=`, batches of inputs and values.
         via: way to scale.
         to: way whose variances s fits, such as `Linearized()`; None fits s to targets.
+        of: function of the quantity; None fits s to the outputs.
         by: "validation" or "evidence".
         link: link from latents to predictions; None means the default link. For the evidence, the link computes
             expectations (`Likelihood.log_power_mean` at α = 0).
@@ -97,13 +103,17 @@ def scale_factor(
         >>> posterior.predict(x, via=way).probs.shape
         torch.Size([64, 3])
     """
-    if to is not None and isinstance(posterior, Posterior):
-        if (by, link, decades, points) != ("validation", None, (-6.0, 3.0), 37):
+    if (to is not None or of is not None) and isinstance(posterior, Posterior):
+        both = of is not None and (to is not None or via != Linearized())
+        if both or (by, link, decades, points) != ("validation", None, (-6.0, 3.0), 37):
             raise LapwingError(
-                "lw.scale_factor(to=...) compares variances without targets, so by=, link=, decades= and points= have "
-                "no effect. Write lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())."
+                "lw.scale_factor has formulas for to= and of=: by=, link=, decades= and points= have no effect, and "
+                "of= has neither via= nor to=. Write lw.scale_factor(posterior, x, via=lw.Streamlined(), "
+                "to=lw.Linearized()), or lw.scale_factor(posterior, [(x, values)], of=function)."
             )
-        return _as_wide(posterior, loader, via, to)
+        if to is not None:
+            return _as_wide(posterior, loader, via, to)
+        return Scaled(via, _of_quantity(posterior, loader, of))
     data = Data(loader, getattr(posterior, "model", None), columns=getattr(posterior, "columns", ()))
     loader = data.loader
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
@@ -129,6 +139,27 @@ def scale_factor(
             via, exponent, by, "narrower" if exponent == low else "wider", low - 3, high + 3,
         )  # fmt: skip
     return Scaled(via, 10**exponent)
+
+
+def _of_quantity(posterior: Posterior, data: Any, function: Any) -> float:
+    """Returns the factor of a quantity's variances by its held-out values; numbers without variance do not count."""
+    tangent, squares, size = posterior.tangent, torch.zeros(0, dtype=torch.float64), 0
+    for samples in Data(data, tangent.model, columns=posterior.columns):
+        size = samples.targets[0].numel()
+        length = max(1, tangent.memory // (64 * size * tangent.size))
+        for rows, inputs in samples.to(tangent.device).inputs.chunks(length):
+            found, values = posterior.of(function, iter([inputs.value])), samples.targets[rows]
+            if found.mean.shape != values.shape:
+                raise LapwingError(
+                    f"The function of lw.scale_factor(of=...) returns numbers of shape {tuple(found.mean.shape)}, and "
+                    f"the loader has values of shape {tuple(values.shape)}. Return one number for each value."
+                )
+            z = (values.to(found.mean) - found.mean) / found.std
+            known = (found.std > 1e-6 * found.std.max()) & ~values.to(z).isnan()
+            squares = torch.cat([squares, z[known].square().double().cpu()])
+    if not len(squares):
+        raise no_targets_error("held-out values")
+    return float((squares.sum() + size) / (len(squares) + size))
 
 
 def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
@@ -207,10 +238,6 @@ def _latents(
         latent = latent.compact(expected or posterior.likelihood.reads_covariance(chosen))
         kept.append((latent, targets.to(latent.mean.device), features))
         any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
-    if not kept:
-        raise LapwingError(
-            "The loader of lw.scale_factor shows no sample. Write lw.scale_factor(posterior, [(x_val, y_val)])."
-        )
     if not any_known:
         raise no_targets_error("held-out targets")
     return kept, count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -133,13 +134,6 @@ def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None
     assert table.errors["again"]["NLL"] > 0.5 * table.errors["network"]["NLL"]
 
 
-def test_no_difference_is_said_only_if_there_is_none(classes: Any) -> None:
-    model, _, x, y = classes
-    sentence = "No difference to same is larger than its standard error."
-    assert sentence in lw.compare({"same": model, "copy": model, "temperature scaling": model}, (x, y)).notes
-    assert not any("No difference" in note for note in lw.compare({"one": model}, (x, y)).notes)  # T is far better
-
-
 def test_scores_of_detectors_by_mutual_information_and_entropy(classes: Any) -> None:
     _, posterior, x, y = classes
     far = 4 * x[:30]
@@ -224,7 +218,48 @@ def test_the_notes_of_a_printed_table_fit_a_terminal(classes: Any) -> None:
     table = lw.compare({"one": model}, (x, y))
     below = str(table).partition(table.notes[0][:20])[2]
     assert max(map(len, below.splitlines())) <= 80
-    assert "ECE, mean gap between confidence and accuracy" in " ".join(below.split())
+    assert "ECE is the mean gap between confidence and accuracy" in " ".join(below.split())
+
+
+def test_the_verdict_names_every_row_that_the_data_cannot_tell_from_the_best() -> None:
+    """Differences up to two standard errors are ties."""
+    torch.manual_seed(0)
+    x, y = torch.randn(400, 2), torch.randint(2, (400,))
+    near, far = (nn.Linear(2, 2).eval() for _ in range(2))
+    with torch.no_grad():
+        for model, scale in ((near, 0.05), (far, 40.0)):
+            model.weight.copy_(scale * torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+            model.bias.zero_()
+    table = lw.compare({"near": near, "far": far}, (x, y), repeats=1)
+    gap = {name: table[name]["NLL"] - min(row["NLL"] for row in table.rows.values()) for name in table.rows}
+    best = min(gap, key=lambda name: gap[name])
+    assert {best, *table.ties} == {"near", "temperature scaling"}
+    (tie,) = table.ties
+    assert re.search(
+        f'^"{best}" has the lowest NLL.* The data cannot tell it from "{tie}" \\({gap[tie]:.4f} ± ', table.notes[0]
+    )
+    assert re.search(f'It is better than "far" \\({gap["far"]:.4f} ± ', table.notes[0])
+
+
+def test_a_row_that_ranks_strange_inputs_as_known_is_named() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 3).double().eval(), torch.randn(300, 2, dtype=torch.float64)
+    y = model(x).argmax(1)
+    sets = {"outliers": 100 * x[:100], "others": torch.randn(100, 2, dtype=torch.float64)}
+    (verdict, *_) = lw.compare({"one": model}, (x, y), sets, repeats=1).notes
+    assert 'By entropy, "one" ranks outliers as known: the AUROC is 0.0' in verdict  # logits are sure far away
+    assert "others" not in verdict  # chance is within two standard errors
+
+
+def test_parts_of_a_table_have_no_empty_rows() -> None:
+    torch.manual_seed(0)
+    line, x = nn.Linear(4, 1).eval(), torch.randn(160, 4)
+    y = line(x).detach() + torch.randn(160, 1)
+    full = lw.fit(line, (x[:60], y[:60]), lw.Full(), prior_precision=1.0)
+    parts = dict(lw.compare({"Full": full}, (x[60:], y[60:]), {"far": 5 * x[:30]}, repeats=1).tables())
+    assert [row[0] for row in parts[""]] == ["", "network", "held-out noise", "Full"]
+    for part in ("far", "90 % interval"):
+        assert [row[0] for row in parts[part]] == ["", "Full"]
 
 
 def test_the_network_alone_has_its_own_noise_in_any_order() -> None:

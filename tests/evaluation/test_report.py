@@ -82,18 +82,22 @@ def test_a_report_of_classes(tables: dict[str, Comparison], tmp_path: Path) -> N
     assert table.notes[0] in page.text  # the verdict: the lowest NLL,
     best = min(table.rows, key=lambda name: table[name]["NLL"])
     assert (
-        f"the confidence of {best} differs from its accuracy by {table[best]['ECE']:.1%}".replace("%", " %")
+        f'the confidence of "{best}" differs from its accuracy by {table[best]["ECE"]:.1%}'.replace("%", " %")
         in page.text
     )
     area = max(row[column] for row in table.rows.values() for column in row if "far & wide: AUROC" in column)
     assert f"detects far & wide best: AUROC {area:.3f}" in page.text  # and the best detector
-    score = "mutual information" if f"mutual information of {KFAC} for held-out inputs" in labels(page) else "entropy"
+    score = "mutual information" if f'mutual information of "{KFAC}" for held-out inputs' in labels(page) else "entropy"
     parts = table.predictions[KFAC]
     known, far = (part[score.replace(" ", "_")] for part in (parts.scores, parts.foreign["far & wide"]))
     limit = max(value for value in far if (far >= value).mean() >= 0.95)
     flagged = f"{(known >= limit).mean():.1%}".replace("%", " %")
     assert f"flags 95 % of far & wide also flags {flagged} of the held-out inputs" in page.text  # by the score drawn
-    assert len([row for row in page.tags["tr"] if row.get("class") == "best"]) == 1  # its NLL ranks no detectors
+    bold = [cell for cell in page.tags["td"] if cell.get("class") == "best"]
+    assert len(bold) == (not table.ties)
+    kept = parts.confidence.argsort()[10:]  # of 100 answers
+    words = f"below {parts.confidence[kept[0]]:.3f}: then {1 - parts.correct[kept].mean():.1%} of the others are wrong"
+    assert words.replace("%", " %") in page.text
     for name in table.rows:
         assert page.text.count(name) >= 3  # in both tables and the texts
     for heading in ("Is the confidence right?", "Does the confidence find the errors?", "Does it notice far & wide?"):
@@ -106,11 +110,29 @@ def test_a_report_of_a_regression(tables: dict[str, Comparison], tmp_path: Path)
     page = Page(table.report(tmp_path / "report.html"))
     best = min(table.rows, key=lambda name: table[name]["NLL"])
     inside = f"{table[best]['90 % interval']:.1%}".replace("%", " %")
-    assert f"The 90 % intervals of {best} hold {inside} of the targets" in page.text
+    assert f'The 90 % intervals of "{best}" hold {inside} of the targets' in page.text
+    own = table.predictions["Full"]
+    kept = own.std.argsort()[:90]  # of 100 predictions
+    rmse = ((own.y - own.mean)[kept] ** 2).mean() ** 0.5
+    assert f"above {own.std[kept[-1]]:#.3g}: then the RMSE of the others is {rmse:#.3g}" in page.text
     assert "Do the intervals hold what they promise?" in page.text
     assert "Are narrow and wide error bars equally right?" in page.text
     assert "90 % interval, by quarter of the predicted standard deviation" in page.text
     assert page.text.count("where they are narrowest") == 1  # the network has one standard deviation
+
+
+def test_a_detector_belongs_to_no_row(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 4), torch.arange(200) % 3
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    fit = lw.fit(model, (x[:60], y[:60]), lw.KFAC(), prior_precision=1.0)
+    detector = lw.novelty(fit, (x[:60], y[:60]), held_out=(x[60:120], y[60:120]))
+    table = lw.compare({"KFAC": fit}, (x[120:], y[120:]), {"far": 50 * x[:30]}, score=detector, repeats=1)
+    page = Page(table.report(tmp_path / "report.html"))
+    assert "detector" in page.text
+    assert "detector of" not in page.text + labels(page)
+    column = "far: AUROC by detector"
+    assert len({row[column] for row in table.rows.values()}) == 1
 
 
 def test_the_intervals_of_a_report_have_the_tails_of_the_predictions() -> None:

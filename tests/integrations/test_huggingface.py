@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from pathlib import Path
 
@@ -14,9 +15,16 @@ from tests.refused import refused
 
 pytest.importorskip("transformers")
 
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
-from lapwing.integrations.huggingface import NextTokens, fit_trainer, score_tokens
+from lapwing.integrations.huggingface import (
+    NextTokens,
+    fit_trainer,
+    preferences,
+    reward_difference,
+    rewards,
+    score_tokens,
+)
 
 CONFIG = GPT2Config(vocab_size=7, n_embd=4, n_layer=1, n_head=1, n_positions=9, bos_token_id=0, eos_token_id=0)
 
@@ -73,6 +81,96 @@ def test_scores_refuse(language) -> None:
     with torch.no_grad():
         posterior.model.transformer.wpe.weight.mul_(2)
     refused(lambda: score_tokens(posterior, {"input_ids": texts, "labels": texts}), "Fit again")
+
+
+LLAMA = LlamaConfig(
+    vocab_size=9, hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=1, num_labels=1,
+    num_key_value_heads=1, max_position_embeddings=9, pad_token_id=0,
+)  # fmt: skip
+
+
+def answers(count: int, length: int) -> dict[str, Tensor]:
+    """Answers of several lengths, padded."""
+    mask = (torch.arange(length) < torch.randint(2, length + 1, (count, 1))).long()
+    return {"input_ids": torch.randint(1, 9, (count, length)) * mask, "attention_mask": mask}
+
+
+def keyed(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{k}_chosen": v for k, v in chosen.items()} | {f"{k}_rejected": v for k, v in rejected.items()}
+
+
+@pytest.fixture
+def reward_model() -> LlamaForSequenceClassification:
+    model = LlamaForSequenceClassification(LLAMA).double().eval()
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.5)
+    return model
+
+
+def test_rewards_are_those_of_dense_algebra(reward_model, tmp_path: Path) -> None:
+    """Pairs of different lengths, and the answers to one prompt by the Jacobian of the reward of each of them."""
+    pairs = [(answers(count, 6), answers(count, 4)) for count in (5, 4)]
+    arguments = preferences([keyed(*pair) for pair in pairs]) | {"method": lw.Full(), "prior_precision": 2.0}
+    fitted = lw.fit(reward_model, **arguments)
+    precision = 2.0 * torch.eye(fitted.tangent.size, dtype=torch.float64)
+    for pair in pairs:
+        chosen, rejected = (reward_model(**side).logits[:, 0] for side in pair)
+        for difference in chosen - rejected:
+            p, slope = difference.detach().sigmoid(), gradient(difference, reward_model)
+            precision += p * (1 - p) * torch.outer(slope, slope)
+    prompt = answers(5, 6)
+    r = reward_model(**prompt).logits[:, 0]
+    jacobian = torch.stack([gradient(value, reward_model) for value in r])
+    for reference, base in ((None, torch.full((5,), 0.2)), (3, torch.eye(5)[3])):
+        centre = torch.eye(5).double() - base
+        found, exact = rewards(fitted, prompt, reference), centre @ jacobian
+        exact = exact @ torch.linalg.inv(precision) @ exact.T
+        assert torch.allclose(found.mean, centre @ r.detach())
+        assert torch.allclose(found.covariance, exact)
+        assert torch.allclose(found.std, exact.diagonal().clamp_min(0).sqrt(), atol=1e-7)
+        assert torch.allclose(found.pessimistic(0.25), found.mean - 2 * exact.diagonal())
+        assert found.best() == int(r.argmax())
+        assert found.best(0.01) == int((found.mean - 50 * exact.diagonal()).argmax())
+    assert found.mean[3] == found.std[3] == 0
+    assert repr(found).startswith("Rewards(")
+    fitted.save(tmp_path / "rewards")
+    again = rewards(lw.load(tmp_path / "rewards", reward_model, forward=reward_difference), prompt, 3)
+    assert torch.equal(again.covariance, found.covariance)
+    cooler = lw.fit(reward_model, **arguments | {"likelihood": lw.Bernoulli(logit_temperature=2)})
+    assert torch.allclose(rewards(cooler, prompt, 3).mean, found.mean / 2)
+
+
+def test_both_forms_of_trls_batches_are_one(reward_model) -> None:
+    chosen, rejected, margin = answers(6, 5), answers(6, 5), torch.zeros(6)
+    halves = {key: torch.cat([chosen[key], rejected[key]]) for key in chosen} | {"margin": margin}
+    suffixed = keyed(chosen, rejected) | {"return_loss": True, "margin": margin}
+    options = {"params": lw.last_layer, "prior_precision": 1.0}
+    one, other = (lw.fit(reward_model, **preferences([batch]), **options) for batch in (halves, suffixed))
+    assert one.samples == other.samples == 6
+    assert torch.equal(rewards(one, chosen).covariance, rewards(other, chosen).covariance)
+    wins = (reward_model(**chosen).logits > reward_model(**rejected).logits)[:, 0]
+    right = one.predict(preferences([halves])["loader"]).log_prob(next(iter(preferences([halves])["loader"]))[1])
+    assert torch.equal(right > math.log(0.5), wins)
+
+
+def test_held_out_pairs_teach_no_constant(reward_model, caplog) -> None:
+    """With labels that are all 1, lapwing would warn that a constant for each logit gains, and learn it."""
+    with torch.no_grad():
+        reward_model.score.weight.mul_(0.1)
+    train, held_out = ([keyed(answers(60, 6), answers(60, 6))] for _ in range(2))
+    arguments = preferences(train, validation=held_out)
+    assert 0.25 < float(torch.cat([labels.double() for _, labels in arguments["validation"]]).mean()) < 0.75
+    lw.fit(reward_model, **arguments, params=lw.last_layer)
+    assert "constant for each logit" not in caplog.text
+
+
+def test_rewards_refuse(reward_model, language) -> None:
+    chosen = answers(3, 4)
+    fitted = lw.fit(reward_model, **preferences([keyed(chosen, answers(3, 4))]), prior_precision=1.0)
+    refused(lambda: rewards(language[0], chosen), "posterior of pairs")
+    refused(lambda: rewards(fitted, chosen, reference=3), "3 answers")
+    for batch in ({"chosen_input_ids": chosen["input_ids"]}, (chosen, chosen)):
+        refused(lambda batch=batch: lw.fit(reward_model, **preferences([batch])), "trl's batches")
 
 
 class Network(nn.Module):

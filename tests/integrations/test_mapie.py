@@ -14,6 +14,7 @@ import lapwing as lw
 pytest.importorskip("mapie")
 from mapie.classification import SplitConformalClassifier
 from mapie.conformity_scores import StdConformityScore
+from mapie.exchangeability_testing import OnlineMartingaleTest
 from mapie.regression import SplitConformalRegressor
 
 from lapwing.integrations.mapie import PredictionClassifier, PredictionRegressor, matrix_of
@@ -104,6 +105,28 @@ def test_normalised_scores_read_the_noise_of_each_input():
     assert coverages["absolute"][0] > 0.97
     assert coverages["absolute"][3] < 0.83
     assert all(0.83 < covered < 0.96 for covered in coverages["std"])
+
+
+def alarm(known: np.ndarray, stream: np.ndarray) -> bool:
+    """Whether a martingale at level 0.05 rejects a stream whose scores are ranked among known and earlier ones."""
+    watch, scores = OnlineMartingaleTest(test_level=0.05, random_state=0), known.tolist()
+    for score in stream.tolist():
+        watch.update_simple_jumper_martingale(watch.compute_p_value(score, scores))
+        scores.append(score)
+    return max(watch.martingale_value_history) > watch.reject_threshold
+
+
+def test_a_martingale_finds_drifts_and_seldom_raises_false_alarms():
+    """Streams of the detector's scores, and of log densities if only the relation of the labels has changed."""
+    (x, y), fitted = data("classes"), posterior("classes")
+    detector = lw.novelty(fitted, (x[:50], y[:50]), by="knn", held_out=(x[50:250], y[50:250]))
+    known, strange = detector(x[250:]).numpy(), detector(x[:300] + 3).numpy()
+    surprise = -fitted.predict(x).log_prob(y).numpy()
+    relabelled = -fitted.predict(x[:600]).log_prob((y[:600] + 1) % 3).numpy()
+    orders = [np.random.default_rng(seed).permutation(len(known))[:500] for seed in range(150)]
+    assert 1 <= sum(alarm(known[order[:100]], known[order[100:]]) for order in orders) <= 15  # 7.5 are expected at most
+    assert alarm(known[:100], np.concatenate([known[100:400], strange]))
+    assert alarm(surprise[1000:1200], np.concatenate([surprise[2000:2300], relabelled]))
 
 
 def test_the_matrix_of_each_kind_of_prediction():

@@ -19,6 +19,7 @@ from tests.hidden_package import HiddenPackage
         ("lightning", "lightning", "lightning"),
         ("huggingface", "transformers", "transformers"),
         ("mapie", "mapie", "mapie"),
+        ("ase", "ase", "ase"),
     ],
 )
 def test_a_missing_package_is_one_sentence(module: str, package: str, name: str, monkeypatch) -> None:

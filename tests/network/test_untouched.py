@@ -127,6 +127,7 @@ def test_success_leaves_model_and_torch_as_they_were(name: str) -> None:
         lambda: posterior.predict(x).log_prob(case.targets(3, 5)),
         lambda: posterior.predict(data, via=lw.MonteCarlo(draws=2)),
         lambda: posterior.sample(2),
+        lambda: posterior.sample_function()(x),
         lambda: posterior.with_prior(3.0),
         lambda: posterior.log_marginal_likelihood(linearised_mode=True, loader=data),
         lambda: posterior.diagnose(),

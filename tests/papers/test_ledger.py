@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("tomllib")  # Python 3.10 has none
-
 from papers import ledger
 from papers.common import results
 from papers.optimal_subspace import table1, table2

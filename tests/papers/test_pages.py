@@ -7,8 +7,6 @@ import re
 
 import pytest
 
-pytest.importorskip("tomllib")  # Python 3.10 has none
-
 from papers import __main__ as command
 from papers import ledger, pages
 from papers.common.tables import grid, rounded, shown

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import pytest
 
-pytest.importorskip("tomllib")  # Python 3.10 has none
-
 from lapwing import LapwingError
 from papers import __main__ as command
 from papers import ledger, verify

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_beyond_the_guard_the_way_is_exact(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "means", "classes"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_way_is_deployed(kind: str, scaled: bool) -> None:
+def test_the_way_is_deployed(kind: str, scaled: bool, tmp_path: Path) -> None:
     posterior, way = fitted(kind)
     via = lw.Scaled(way, 2.0) if scaled else way
     detector = lw.novelty(posterior.model, (inputs(99, 1), inputs(99, 2)))
@@ -119,6 +120,15 @@ def test_the_way_is_deployed(kind: str, scaled: bool) -> None:
     assert int(inside[:20].sum()) > 15
     assert not inside[20:].any()
     torch.testing.assert_close(found["novelty"], detector(x).to(x))
+    known = (inputs(99, 1), inputs(99, 2)) if kind != "classes" else (inputs(99, 1), torch.arange(99) % 3)
+    detector = lw.novelty(posterior, known, held_out=(inputs(60, 7), known[1][:60]), via=via)
+    detector.save(path := tmp_path / "detector.safetensors")
+    with pytest.raises(lw.LapwingError, match="another way. Pass the way"):
+        lw.Novelty.load(path, posterior)
+    detector = lw.Novelty.load(path, posterior, via=via)
+    p_value = lw.deploy(posterior, inputs(10, 4), novelty=detector)(x)[-1]
+    assert ((p_value - detector.p_value(x))[inside].abs() < 2.1 / 61).all()  # a rounded score may change its rank
+    assert p_value[~inside].max() <= 0.2
     if kind == "classes":
         torch.testing.assert_close(found["probabilities"][inside], wanted.probs[inside], rtol=1e-4, atol=1e-5)
         return

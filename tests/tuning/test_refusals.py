@@ -39,6 +39,11 @@ def flat():
     return lw.MeanField.from_variances(network(), {"2.weight": torch.full((3, 5), 0.1)}, [(X, Y)])
 
 
+def first(f, x=X[:2]):
+    """The first output, a quantity."""
+    return f(x)[:, 0]
+
+
 MANY = (X, torch.arange(40) + 61)  # 101 classes
 REFUSED = [
     (lambda: lw.Validation(HELD_OUT, via=factor(data=X, to=ALL)), "a way of all outputs that was not fitted to a post"),
@@ -65,6 +70,15 @@ REFUSED = [
     (lambda: fit(validation=(X[:, :1], Y)), "held-out data do not fit. .* shapes cannot be multiplied"),
     (lambda: fit(validation=(X / 0, Y)), "held-out data do not fit. .* NaN or infinite values in 40 samples"),
     (lambda: factor(data=X, to=ALL, by="evidence"), "have no effect"),
+    (lambda: factor(data=X, of=first), "of= has neither via= nor to="),
+    (lambda: lw.scale_factor(flat(), HELD_OUT, of=first, by="evidence"), "have no effect"),
+    (lambda: lw.scale_factor(flat(), HELD_OUT, of=3), r"posterior.of\(3\) needs a function"),
+    (lambda: lw.scale_factor(flat(), HELD_OUT, of=lambda f, x: f(x)),
+     r"numbers of shape .* values of shape .* one number for each"),
+    (lambda: lw.scale_factor(flat(), [(X, X.mean(1) / 0 * 0)], of=first), "None of the held-out values counts"),
+    (lambda: flat().of(first, via=lw.Scaled(lw.Streamlined(), 2.0)), r"via=.*a way of lw.scale_factor\(..., of=\)"),
+    (lambda: lw.scale_factor(flat(), HELD_OUT, of=lambda f: f(X)), "function of posterior.of takes f and a batch"),
+    (lambda: flat().of(first, via=2.0), r"via=2.0.*must be a way of lw.scale_factor"),
     (lambda: factor(data=X, to=lw.Linearized(outputs=2)), "variances of all outputs"),
     (lambda: factor(to=ALL), "Pass what this call takes, without targets"),
     (lambda: factor(ALL, link=lw.LaplaceBridge()), "stay as they are"),

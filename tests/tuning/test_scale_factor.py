@@ -282,3 +282,74 @@ def test_a_link_that_does_not_see_the_factor():
     x = held_out[0][0]
     one, ten = (posterior.predict(x, via=lw.Scaled(lw.Linearized(), s), link=lw.LaplaceBridge()) for s in (1.0, 10.0))
     torch.testing.assert_close(one.probs, ten.probs)
+
+
+# ---- quantities
+
+
+def slopes(f, x):
+    """Returns the derivatives of the outputs by the inputs, (B, 3)."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(f(x).sum(), x, create_graph=True)[0]
+
+
+@cache
+def of_slopes(count=30):
+    """A posterior of a network of values, and held-out slopes of the function behind them."""
+    model, training, _ = regression()
+    posterior = lw.fit(model, training, lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.05))
+    x = torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    return posterior, x, 3 * x.sum(1, keepdim=True).cos().expand(-1, 3)
+
+
+def test_the_factor_of_a_quantity_is_best_for_its_single_numbers():
+    """It maximises the sum of log N(y; m, s v) with one more row at s = 1, whose numbers have (y - m)² = v."""
+    posterior, x, y = of_slopes()
+    way = lw.scale_factor(posterior, [(x[:20], y[:20]), (x[20:], y[20:])], of=slopes)
+    assert way.via == lw.Linearized()
+    model, named = posterior.model, dict(posterior.model.named_parameters())
+
+    def at(weights, row):
+        return torch.func.jacrev(lambda r: torch.func.functional_call(model, weights, r[None])[0, 0])(row)
+
+    squares = []
+    order = [name for block in posterior.tangent.blocks for name in block.parameters]
+    for row, values in zip(x, y, strict=True):
+        weights = {name: weight.detach() for name, weight in named.items()}
+        rows = torch.func.jacrev(lambda w, row=row: at(w, row))(weights)
+        g = torch.cat([block.join({n: rows[n] for n in order}) for block in posterior.tangent.blocks], -1)
+        variance = (g @ posterior.covariance.to_dense() @ g.T).diagonal()
+        squares.append((values - at(weights, row)).square() / variance)
+    squares = torch.cat([torch.cat(squares), torch.ones(3, dtype=torch.float64)])
+    assert way.factor == pytest.approx(float(squares.mean()), rel=1e-8)
+    assert not 0.5 < way.factor < 2.0
+    value = lambda s: float((-0.5 * (squares / s + math.log(s))).sum())  # noqa: E731
+    assert value(way.factor) > max(value(1.01 * way.factor), value(way.factor / 1.01))
+
+
+def test_a_quantity_with_the_factor_has_its_covariance_times_it():
+    posterior, x, y = of_slopes()
+    way = lw.scale_factor(posterior, (x, y), of=slopes)
+    plain, scaled = (posterior.of(lambda f: slopes(f, x[:4]), via=via) for via in (None, way))
+    torch.testing.assert_close(scaled.covariance, way.factor * plain.covariance)
+    assert torch.equal(scaled.mean, plain.mean)
+    noisy = posterior.of(lambda f: f(x[:4]), observed=True, via=way)
+    noise = 0.05 * torch.eye(4, dtype=torch.float64).view(4, 1, 4, 1)
+    wanted = way.factor * posterior.of(lambda f: f(x[:4])).covariance + noise
+    torch.testing.assert_close(noisy.covariance, wanted)
+
+
+def test_chunks_missing_values_and_numbers_without_variance_do_not_change_the_factor(monkeypatch):
+    posterior, x, y = of_slopes()
+    wanted = lw.scale_factor(posterior, (x, y), of=slopes).factor
+    object.__setattr__(posterior.tangent, "memory", 64 * 3 * posterior.tangent.size * 7)
+    assert lw.scale_factor(posterior, (x, y), of=slopes).factor == pytest.approx(wanted, rel=1e-9)
+    with_constant = lambda f, x: torch.cat([slopes(f, x), 0 * f(x)], 1)  # noqa: E731
+    y_more = torch.cat([y, torch.ones(len(y), 1, dtype=y.dtype)], 1)
+    found = lw.scale_factor(posterior, (x, y_more), of=with_constant).factor
+    n = y.numel()
+    assert found * (n + 4) - 4 == pytest.approx(wanted * (n + 3) - 3, rel=1e-9)  # only its one more row has a fourth
+    missing = y.clone()
+    missing[::2] = math.nan
+    rest = lw.scale_factor(posterior, (x[1::2], y[1::2]), of=slopes).factor
+    assert lw.scale_factor(posterior, (x, missing), of=slopes).factor == pytest.approx(rest, rel=1e-9)

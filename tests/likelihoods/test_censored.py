@@ -1,0 +1,191 @@
+"""`lw.Censored` against scipy and autograd, and intervals of event times that are not seen."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+import lapwing as lw
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import DenseTerm
+from tests import oracle
+
+F64 = torch.float64
+SEED = torch.Generator().manual_seed(0)
+X = torch.randn(80, 3, generator=SEED, dtype=F64)
+Y = X[:, 0] + 0.5 * torch.randn(80, generator=SEED, dtype=F64)
+END = torch.randn(80, generator=SEED, dtype=F64) + 0.5
+
+
+def ends(y: Tensor, end: Tensor) -> Tensor:
+    """Right-censored targets."""
+    return torch.stack([y.minimum(end), torch.where(y > end, torch.inf, y)], 1)
+
+
+KNOWN = ends(Y, END)
+CASES = torch.tensor(
+    [[0.3, 0.3], [0.2, torch.inf], [-torch.inf, -0.4], [0.1, 0.9], [7, torch.inf], [-9, -8.5], [-torch.inf, torch.inf]],
+    dtype=F64,
+)
+
+
+def network(dtype: torch.dtype = F64) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(150):
+        optimiser.zero_grad()
+        (-lw.Censored(0.3).log_prob(model(X.to(dtype)), KNOWN.to(dtype)).mean()).backward()
+        optimiser.step()
+    return model.eval()
+
+
+def by_scipy(mean: float, std: float, low: float, high: float) -> float:
+    law = stats.norm(mean, std)
+    if low == high:
+        return float(law.logpdf(low))
+    if low > mean:
+        return math.log(law.sf(low) - law.sf(high))
+    return math.log(law.cdf(high) - law.cdf(low))
+
+
+def test_log_probabilities_equal_those_of_scipy() -> None:
+    f, likelihood = torch.linspace(-1, 1, len(CASES), dtype=F64)[:, None], lw.Censored(0.5)
+    expected = [by_scipy(float(m), 0.5**0.5, *row) for m, row in zip(f, CASES.tolist(), strict=True)]
+    torch.testing.assert_close(likelihood.log_prob(f, CASES), torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
+    latent = Latent(f, (DenseTerm(torch.full((len(f), 1, 1), 0.7, dtype=F64)),))
+    expected = [by_scipy(float(m), 1.2**0.5, *row) for m, row in zip(f, CASES.tolist(), strict=True)]
+    found = likelihood.predict(latent).log_prob(CASES)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
+    far = likelihood.log_prob(torch.zeros(1, 1, dtype=F64), torch.tensor([[1e3, torch.inf]], dtype=F64))
+    assert abs(float(far) / stats.norm.logsf(1e3 / 0.5**0.5) - 1) < 1e-12
+
+
+def test_the_curvature_is_the_observed_information() -> None:
+    f, likelihood = torch.linspace(-1, 1, len(CASES), dtype=F64)[:, None].requires_grad_(), lw.Censored(0.5)
+    (slope,) = torch.autograd.grad(likelihood.log_prob(f, CASES).sum(), f, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), f)
+    noise = torch.tensor(0.5, dtype=F64, requires_grad=True)
+    (by_noise,) = torch.autograd.grad(likelihood.log_prob(f, CASES, noise).sum(), noise)
+    up, down = (lw.Censored(0.5 + step).log_prob(f, CASES).sum() for step in (1e-6, -1e-6))
+    assert float(by_noise) == pytest.approx(float((up - down).detach()) / 2e-6, rel=1e-6)
+    weights = likelihood.target_weights(f.detach(), CASES)
+    torch.testing.assert_close(weights, -0.5 * bend, rtol=1e-8, atol=1e-8)
+    assert weights[0] == 1
+    assert weights[-1] == 0
+    torch.testing.assert_close(likelihood.score(f, CASES), slope.detach())
+
+
+def test_the_posterior_equals_a_dense_one() -> None:
+    model, likelihood = network(), lw.Censored(0.3)
+    posterior = lw.fit(
+        model, [(X[:50], KNOWN[:50]), (X[50:], KNOWN[50:])], lw.Full(), likelihood=likelihood, prior_precision=2.0
+    )
+    j = oracle.jacobian(model, X)[:, 0]
+    weights = likelihood.target_weights(model(X).detach(), KNOWN)[:, 0] / 0.3
+    precision = (j * weights[:, None]).T @ j + 2 * torch.eye(j.shape[1], dtype=F64)
+    expected = torch.einsum("bp,pq,bq->b", j, precision.inverse(), j)
+    torch.testing.assert_close(posterior.latent(X).variance[:, 0], expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_data_decide_on_an_open_noise(held_out: bool) -> None:
+    model = network()
+    mine, rest = (X[:40], KNOWN[:40]), (X[40:], KNOWN[40:])
+    options: dict[str, Any] = {"validation": rest} if held_out else {}
+    posterior = lw.fit(model, [mine, rest] if not held_out else [mine], lw.KFAC(), likelihood="censored", **options)
+    x, y = rest if held_out else (X, KNOWN)
+    candidates = torch.linspace(0.05, 1.5, 3000, dtype=F64).tolist()
+    logs = torch.stack([lw.Censored(c).log_prob(model(x), y).sum() for c in candidates])
+    assert posterior.noise_variance == pytest.approx(candidates[int(logs.argmax())], rel=0.01)
+    assert math.isfinite(posterior.log_marginal_likelihood())
+    with pytest.raises(lw.LapwingError, match=r"fit again with likelihood=lw.Censored\(2"):
+        posterior.with_noise(2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_methods_and_files(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = network(dtype)
+    for method in (lw.KFAC(), lw.Diagonal(), lw.ELLA(rank=5), lw.VaLLA(5)):
+        data = [(X.to(dtype), KNOWN.to(dtype))]
+        posterior = lw.fit(model, data, method, likelihood="censored", prior_precision=1.0)
+        assert torch.isfinite(posterior.predict(X.to(dtype)).log_prob(KNOWN)).all()
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = lw.load(tmp_path / "posterior.safetensors", model)
+    assert again.likelihood == posterior.likelihood
+    assert torch.equal(again.predict(X.to(dtype)).log_prob(KNOWN), posterior.predict(X.to(dtype)).log_prob(KNOWN))
+
+
+@pytest.mark.parametrize("noise", [0.3, None])
+def test_heads_deployed_networks_and_times(noise: float | None) -> None:
+    model, torso = network(), network()
+    model[2] = nn.Linear(8, 2).double()
+    with torch.no_grad():
+        model[0].load_state_dict(torso[0].state_dict())
+        for mine, theirs in zip(model[2].parameters(), torso[2].parameters(), strict=True):
+            mine[:1] = theirs
+    heads = lw.Joint({"time": lw.Censored(noise), "size": lw.Gaussian(0.7)}, outputs={"time": [0], "size": [1]})
+    options: dict[str, Any] = {"params": lw.last_layer, "prior_precision": 1.0}
+    both = lw.fit(model, [(X, {"time": KNOWN, "size": Y[:, None]})], lw.Full(), likelihood=heads, **options)
+    alone = lw.fit(torso, [(X, KNOWN)], lw.Full(), likelihood=lw.Censored(noise), **options)
+    found, expected = both.predict(X)["time"], alone.predict(X)
+    torch.testing.assert_close(found.variance, expected.variance)
+    torch.testing.assert_close(found.log_prob(KNOWN), expected.log_prob(KNOWN))
+    mean, variance = lw.deploy(alone, X)(X)
+    torch.testing.assert_close((mean, variance), (expected.mean, expected.variance))
+    torch.testing.assert_close(expected.log_prob(Y), expected.log_prob(torch.stack([Y, Y], 1)))
+    scaled = expected.scaled(10.0, 2.0).log_prob(10 + 2 * Y[:, None])
+    torch.testing.assert_close(scaled, expected.log_prob(Y) - math.log(2))
+    with pytest.raises(lw.LapwingError, match="Pass one target for each output"):
+        expected.log_prob(KNOWN[:3])
+    ends_of_time = expected.transformed(torch.exp).interval(0.9)
+    torch.testing.assert_close(ends_of_time, tuple(end.exp() for end in expected.interval(0.9)))
+
+
+def test_comparisons_have_the_log_density_alone() -> None:
+    posterior = lw.fit(network(), [(X, KNOWN)], likelihood="censored")
+    table = lw.compare({"fit": posterior}, [(X, KNOWN)], repeats=1)
+    assert float(table["fit"]["NLL"]) == pytest.approx(-float(posterior.predict(X).log_prob(KNOWN).mean()), rel=1e-5)
+
+
+def test_intervals_cover_times_that_were_censored() -> None:
+    """A third of the training times are censored. The intervals are compared with the true ones."""
+    torch.manual_seed(1)
+    x = torch.randn(900, 3)
+    time = (0.8 * x[:, :1].sin() + 0.4 * torch.randn(900, 1))[:, 0]
+    known = ends(time, torch.randn(900) + 0.5)
+    assert 0.2 < float((known[:, 1] == torch.inf).float().mean()) < 0.5
+    model, log_noise = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1)), torch.zeros((), requires_grad=True)
+    optimiser = torch.optim.Adam([*model.parameters(), log_noise], 1e-2)
+    for _ in range(300):
+        optimiser.zero_grad()
+        (-lw.Censored().log_prob(model(x[:300]), known[:300], log_noise.exp()).mean()).backward()
+        optimiser.step()
+    posterior = lw.fit(
+        model.eval(), (x[:300], known[:300]), likelihood="censored", validation=(x[300:600], known[300:600])
+    )
+    low, high = posterior.predict(x[600:]).interval(0.9)
+
+    inside = ((time[600:] >= low[:, 0]) & (time[600:] <= high[:, 0])).float().mean()
+
+    assert 0.84 <= float(inside) <= 0.96
+
+
+@pytest.mark.parametrize(("targets", "words"), [
+    (torch.zeros(80), r"targets \(lower, upper\) of shape \(80, 2\)"),
+    (torch.zeros(80, 1), "torch.stack"),
+    (KNOWN.flip(1), "are no interval"),
+    (KNOWN * torch.nan, "Pass lower <= upper"),
+    (torch.full((80, 2), torch.inf), "are no interval"),
+])  # fmt: skip
+def test_targets_that_are_no_intervals(targets: Tensor, words: str) -> None:
+    with pytest.raises(lw.LapwingError, match=words):
+        lw.fit(network(), [(X, targets.double())], likelihood="censored")
+    with pytest.raises(lw.LapwingError, match="one output"):
+        lw.Censored(1.0).log_prob(torch.zeros(80, 2), targets)
