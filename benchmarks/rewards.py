@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from lapwing.integrations.huggingface import Rewards, preferences, rewards
+from lapwing.integrations.huggingface import preferences, rewards
+from lapwing.prediction.quantities import Quantity
 from papers.common.scores import averaged
 from papers.common.tables import grid
 from papers.common.training import seeded
@@ -82,13 +83,14 @@ def trained(train: list[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -
     return model.eval()
 
 
-def of_chosen(found: Rewards, true: Tensor, number: int, beta: float | None) -> float:
+def of_chosen(found: Quantity, true: Tensor, number: int, beta: float | None) -> float:
     """Returns the mean gold reward of the answers that are chosen from groups of n."""
     picked = []
     for rows in torch.arange(len(true)).split(number):
         centre = torch.eye(number).double() - 1 / number
         covariance = centre @ found.covariance[rows][:, rows] @ centre
-        picked.append(true[rows][Rewards(found.mean[rows], covariance).best(beta)])
+        doubt = 0.0 if beta is None else covariance.diagonal() / (2 * beta)  # -β log E[exp(-r/β)] = mean - σ²/(2β)
+        picked.append(true[rows][(found.mean[rows] - doubt).argmax()])
     return float(torch.stack(picked).double().mean())
 
 

@@ -151,7 +151,7 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
 
 
 def _check_doubt(posterior: Posterior, via: Way, novelty: Novelty, example: Inputs) -> None:
-    """Raises unless the held-out doubts of a detector are those of this posterior and this way."""
+    """Raises unless the held-out doubts of a detector come from this posterior and this way."""
     doubting, way = novelty.posterior, novelty.via
     assert doubting is not None
     tuned = None if posterior.aim is None else posterior.aim.via

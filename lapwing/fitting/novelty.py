@@ -282,6 +282,8 @@ def novelty(
     if by is None:
         by = "mahalanobis" if posterior is None or posterior.logit_temperature is None else "knn"
     check_choice("lw.novelty", "by", by, ("mahalanobis", "knn"))
+    if posterior is None and via is not None:
+        raise LapwingError("via= is the way of a posterior's doubt. Write lw.novelty(posterior, loader, held_out=...).")
     if posterior is not None and held_out is None:
         raise LapwingError("A posterior needs held_out=. Write lw.novelty(posterior, loader, held_out=(x_val, y_val)).")
     data = Data(loader, network) if posterior is None else Data.of(loader, posterior)

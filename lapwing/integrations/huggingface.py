@@ -24,7 +24,7 @@ from ..tangent import Tangent
 from ._modes import eval_mode
 
 __all__ = [
-    "NextTokens", "Rewards", "TokenScores", "fit_trainer", "lora_cores", "preferences", "reward_difference", "rewards",
+    "NextTokens", "TokenScores", "fit_trainer", "lora_cores", "preferences", "reward_difference", "rewards",
     "score_tokens",
 ]  # fmt: skip
 
@@ -211,21 +211,8 @@ def reward_difference(model: nn.Module, pairs: Mapping[str, Any]) -> Tensor:
     return pairs["signs"] * (model(**pairs["chosen"]).logits - model(**pairs["rejected"]).logits)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Rewards(Quantity):
-    """Rewards (n,) of the answers to one prompt, in log odds of being preferred, with their covariance (n, n)."""
-
-    def pessimistic(self, beta: float) -> Tensor:
-        """Returns `mean - σ²/(2β) = -β log E[exp(-r/β)]` (n,) for β > 0 (arXiv 2606.09073)."""
-        return self.mean - self.std.square() / (2 * beta)
-
-    def best(self, beta: float | None = None) -> int:
-        """Returns the number of the answer with the largest mean, or with the largest pessimistic reward."""
-        return int((self.mean if beta is None else self.pessimistic(beta)).argmax())
-
-
-def rewards(posterior: lw.Posterior, batch: Mapping[str, Tensor], reference: int | None = None) -> Rewards:
-    """Returns the rewards `D r` of n answers to one prompt, with the covariance `D J Σ Jᵀ Dᵀ`.
+def rewards(posterior: lw.Posterior, batch: Mapping[str, Tensor], reference: int | None = None) -> Quantity:
+    """Returns the rewards `D r` (n,) of n answers to one prompt, in log odds, with the covariance `D J Σ Jᵀ Dᵀ`.
 
     Pairs say nothing about a constant. So `D = I - 1 e_kᵀ` compares with answer k, or `D = I - 1 1ᵀ/n` with the mean.
 
@@ -250,7 +237,7 @@ def rewards(posterior: lw.Posterior, batch: Mapping[str, Tensor], reference: int
     latent = likelihood.tempered(posterior.latent(pairs, joint=True)).compact(covariances=True)
     one = torch.eye(count).to(latent.mean)
     centre = one - (one.mean(0) if reference is None else one[reference])
-    return Rewards(centre @ latent.mean[:, 0], centre @ latent.covariance[:, 0, :, 0] @ centre.T)
+    return Quantity(centre @ latent.mean[:, 0], centre @ latent.covariance[:, 0, :, 0] @ centre.T)
 
 
 def lora_cores(model: nn.Module) -> nn.Module:

@@ -311,6 +311,11 @@ def test_a_deployed_network_returns_the_p_value(outputs: Any) -> None:
         lw.deploy(posterior.with_prior(9.0), X, outputs=outputs, novelty=detector)
 
 
+def test_a_network_without_a_posterior_has_no_way() -> None:
+    with pytest.raises(lw.LapwingError, match="the way of a posterior's doubt"):
+        lw.novelty(network(), (X, Y), held_out=HELD, via=lw.Streamlined())
+
+
 def test_rounded_doubts_of_a_last_layer_do_not_refuse_its_detector(monkeypatch: pytest.MonkeyPatch) -> None:
     posterior = classes(params=lw.last_layer)
     detector = lw.novelty(posterior, (X, Y), held_out=HELD)

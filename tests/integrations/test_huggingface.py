@@ -128,11 +128,7 @@ def test_rewards_are_those_of_dense_algebra(reward_model, tmp_path: Path) -> Non
         assert torch.allclose(found.mean, centre @ r.detach())
         assert torch.allclose(found.covariance, exact)
         assert torch.allclose(found.std, exact.diagonal().clamp_min(0).sqrt(), atol=1e-7)
-        assert torch.allclose(found.pessimistic(0.25), found.mean - 2 * exact.diagonal())
-        assert found.best() == int(r.argmax())
-        assert found.best(0.01) == int((found.mean - 50 * exact.diagonal()).argmax())
     assert found.mean[3] == found.std[3] == 0
-    assert repr(found).startswith("Rewards(")
     fitted.save(tmp_path / "rewards")
     again = rewards(lw.load(tmp_path / "rewards", reward_model, forward=reward_difference), prompt, 3)
     assert torch.equal(again.covariance, found.covariance)
