@@ -7,7 +7,6 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .values import SLICE_NUMBERS, double_device, doubled
 
@@ -34,7 +33,7 @@ def add_squares(sums: Tensor, values: Tensor) -> None:
     for matrix, x in zip(sums, values.mT, strict=True):
         for start in range(0, size, width):
             part = slice(start, min(start + width, size))
-            matrix[start:, part] += F.linear(x[start:], x[part])
+            matrix[start:, part].addmm_(x[start:], x[part].mT)
 
 
 def mirrored(lower: Tensor) -> Tensor:
