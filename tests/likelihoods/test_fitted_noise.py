@@ -366,6 +366,11 @@ KEPT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def almost_equal(found: Tensor, wanted: Tensor) -> bool:
+    """Whether float64 tensors agree up to rounding: products depend on where their factors lie in memory."""
+    return torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_a_saved_posterior_predicts_the_same(name, tmp_path):
     posterior = fitted(**KEPT[name])
@@ -377,9 +382,9 @@ def test_a_saved_posterior_predicts_the_same(name, tmp_path):
         prediction = copied.predict(FAR)
         for name in ("mean", "variance", "aleatoric_variance", "df"):
             found, expected = getattr(prediction, name), getattr(wanted, name)
-            assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected, name
-        assert torch.equal(prediction.log_prob(y), wanted.log_prob(y))
-        assert torch.equal(prediction.interval()[0], wanted.interval()[0])
+            assert found == expected if name == "df" else almost_equal(found, expected), name
+        assert almost_equal(prediction.log_prob(y), wanted.log_prob(y))
+        assert almost_equal(prediction.interval()[0], wanted.interval()[0])
         assert str(copied.likelihood) == str(posterior.likelihood)
         assert copied.likelihood.noise == posterior.likelihood.noise
         assert copied.likelihood.tails == posterior.likelihood.tails
