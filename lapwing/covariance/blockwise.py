@@ -71,7 +71,7 @@ class Blockwise(PriorCovariance):
 
     def has_rounding_noise(self) -> bool:
         """Whether the rounding error of some eigenvalue λ of a block exceeds `λ + δ/s`."""
-        return any(s.noise(1 / self.scale * self._delta[name]) > 1 for name, s in self.structures.items())
+        return any(s.has_rounding_noise(self._delta[name] / self.scale) for name, s in self.structures.items())
 
     def shares_contraction_with(self, other: PriorCovariance) -> bool:
         return isinstance(other, Blockwise) and other.structures is self.structures

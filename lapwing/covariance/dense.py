@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..jacobian.jacobian import Reads
-from ..linalg import RESOLVED, cholesky, eigen_in_place
+from ..linalg import RESOLVED, check_matrices, cholesky, eigen_in_place
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, join_blocks, precision_spec, register_covariance, same_ratios, split_blocks
 from .layer_block import FactorLayer, LayerBlock
@@ -47,7 +47,9 @@ class DenseCovariance(PriorCovariance):
         self.blocks, self.curvature, self.precision, self.scale = blocks, curvature.double(), precision, scale
         if eigen is None or not same_ratios(eigen[2], precision):
             root = expand(blocks, precision).rsqrt()
-            eigen = (*eigen_in_place((self.curvature * root).mul_(root[:, None])), precision)
+            whitened = (self.curvature * root).mul_(root[:, None])
+            check_matrices([whitened])
+            eigen = (*eigen_in_place(whitened), precision)
         values, self._basis, at = self._eigen = eigen
         self._prior_root = expand(blocks, precision).rsqrt()  # Δ^(-1/2) (P,)
         self._weights = 1 / (scale * values * (at[0] / precision[0]) + 1)

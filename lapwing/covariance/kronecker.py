@@ -34,7 +34,7 @@ class KroneckerFactors:
     def products(self) -> Tensor:
         """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
         outputs, inputs = self.output_eigenvalues[..., :, None], self.input_eigenvalues[..., None, :]
-        inputs = inputs / self.count.to(inputs)
+        inputs = inputs / self.count.to(inputs.device)
         products = self.outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1])
         step = max(1, SLICE_NUMBERS // max(1, inputs.numel()))
         for some, part in zip(outputs.split(step, -2), products.split(step, -2), strict=True):
@@ -63,12 +63,14 @@ class KroneckerBlock(Structure):
             matrix = matrix @ (self.inputs.mT if back else self.inputs)
         return matrix.flatten(-3) if back else matrix
 
-    def noise(self, precision: float) -> float:
-        """Returns `eps λ_max/(μ + precision)`; μ is the smallest positive maximum of a row or column of λ."""
+    def has_rounding_noise(self, precision: float) -> bool:
+        """Whether `eps λ_max > μ + precision`; μ is the smallest positive maximum of a row or column of λ."""
         # γ_j has an error of eps γ_max, largest times α_max; the same holds for α_i; eigenvalues of 0 are exact
+        error = torch.finfo(self.eigenvalues.dtype).eps * float(self.eigenvalues.amax())
+        if error <= precision:
+            return False
         largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
-        smallest = largest[largest > 0].amin() if largest.any() else torch.ones(())
-        return float(torch.finfo(largest.dtype).eps * largest.amax() / (smallest + precision))
+        return error > float(largest[largest > 0].amin()) + precision
 
     def diagonal(self, weights: Tensor) -> Tensor:
         """Returns `U_out² w (U_in²)ᵀ` (P,)."""

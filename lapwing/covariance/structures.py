@@ -62,9 +62,9 @@ class Structure(ABC):
     def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
         """Returns `U diag(w) Uᵀ` as the covariance of a matrix weight of shape (G, O, I)."""
 
-    def noise(self, precision: float) -> float:
-        """Returns the largest ratio of the rounding error of an eigenvalue λ to λ + precision."""
-        return 0.0
+    def has_rounding_noise(self, precision: float) -> bool:
+        """Whether the rounding error of some eigenvalue λ exceeds λ + precision."""
+        return False
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors that make up the structure, by name: the fields of a dataclass."""

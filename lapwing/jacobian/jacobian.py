@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..linalg import total
+from ..linalg import joined, total
 from .strips import Strips
 
 SLICE_BYTES = 16 * 2**20
@@ -126,8 +126,7 @@ class BlockJacobian(ABC):
 
     def rows(self) -> Tensor:
         """Returns J (B, R, P). Memory O(B R P)."""
-        parts = [rows for _, rows in self.row_slices()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return joined((rows for _, rows in self.row_slices()), -1)
 
     def weighted_gram(self, weights: Tensor) -> Tensor:
         """Returns `J diag(weights) Jᵀ` (B, R, R) for weights (P,)."""
@@ -165,7 +164,7 @@ class BlockJacobian(ABC):
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,), the diagonal of the GGN of these samples."""
-        return torch.cat([rows.square().sum((0, 1)) for _, rows in self.row_slices()])
+        return joined(rows.square().sum((0, 1)) for _, rows in self.row_slices())
 
     def squared_norm(self) -> Tensor:
         """Returns `Σ_n,r,p J²` (), the trace of the GGN of these samples."""
@@ -173,7 +172,7 @@ class BlockJacobian(ABC):
 
     def sum_rows(self) -> Tensor:
         """Returns `Σ_n J[n]` (R, P)."""
-        return torch.cat([rows.sum(0) for _, rows in self.row_slices()], -1)
+        return joined((rows.sum(0) for _, rows in self.row_slices()), -1)
 
     def jvp(self, vectors: Tensor) -> Tensor:
         """Returns `J V` (B, R, K) for V given as rows (K, P)."""
@@ -182,7 +181,7 @@ class BlockJacobian(ABC):
     def vjp(self, cotangents: Tensor) -> Tensor:
         """Returns `Σ_n J[n]ᵀ u[n]` (S, P) for u (B, R, S). Time O(B R S P) at most."""
         flat = cotangents.flatten(0, 1).T  # (S, B R)
-        return torch.cat([flat @ rows.flatten(0, 1) for _, rows in self.row_slices()], -1)
+        return joined((flat @ rows.flatten(0, 1) for _, rows in self.row_slices()), -1)
 
     def columns(self, index: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
         """Yields `J[:, :, index]` in parts, for ascending indices, given as a tensor and as a list."""

@@ -76,7 +76,7 @@ def check_labels(
             f"dtype {dtype}. {line}."
         )
     numbers = labels.long()
-    bad = (numbers < 0) | (numbers >= classes)
+    bad = numbers != numbers.clamp(0, classes - 1)
     if ignored is not None:
         bad &= numbers != ignored
     if bool(bad.any()):

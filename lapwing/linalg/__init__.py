@@ -8,11 +8,13 @@ from __future__ import annotations
 from .draws import check_draws, check_memory, generator_on, seeded, seeded_torch
 from .eigen import eigen_in_place, is_reduced, symmetric_eigen
 from .factorisations import RANK_CUT, cholesky, orthonormal_rows, psd_root
-from .sums import add_squares, mirrored, row_products, total
+from .sums import add_squares, joined, mirrored, row_products, total
 from .values import (
     RESOLVED,
     SLICE_NUMBERS,
     accumulation_dtype,
+    are_finite,
+    check_matrices,
     double_device,
     doubled,
     is_finite,
@@ -22,8 +24,8 @@ from .values import (
 )
 
 __all__ = [
-    "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "check_draws", "check_memory",
-    "cholesky", "double_device", "doubled", "eigen_in_place", "generator_on", "is_finite", "is_reduced", "mirrored",
-    "nonnegative", "orthonormal_rows", "placed", "possible", "psd_root", "row_products", "seeded", "seeded_torch",
-    "symmetric_eigen", "total",
+    "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "are_finite", "check_draws",
+    "check_matrices", "check_memory", "cholesky", "double_device", "doubled", "eigen_in_place", "generator_on",
+    "is_finite", "is_reduced", "joined", "mirrored", "nonnegative", "orthonormal_rows", "placed", "possible",
+    "psd_root", "row_products", "seeded", "seeded_torch", "symmetric_eigen", "total",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .draws import seeded
 from .sums import STRIP, mirror, row_products
-from .values import check_finite, double_device, doubled
+from .values import check_matrices, double_device, doubled
 
 log = logging.getLogger("lapwing")
 
@@ -27,7 +27,7 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     Negative eigenvalues are rounding noise and become 0. Time O(n³), memory O(n²).
     """
-    check_finite(matrix)
+    check_matrices([matrix])
     matrix = doubled(matrix)
     values, vectors = _eigh((matrix + matrix.mT) / 2)
     return values.clamp_min(0.0), vectors
@@ -48,7 +48,7 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def eigen_in_place(
     lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Decomposes PSD matrices (..., n, n) as `symmetric_eigen` does, on the CPU in their own memory.
+    """Decomposes finite PSD matrices (..., n, n), on the CPU in their own memory: `check_matrices` before.
 
     Only the lower triangle is read, and U may overwrite the matrix. Another device may fail, and then the matrix must
     still be intact. It is float64, or of any dtype if it is reduced (`is_reduced`); U has its dtype.
@@ -59,7 +59,6 @@ def eigen_in_place(
 
     Cost: time O(n³), memory 16 n² bytes for LAPACK; if it is reduced, time O(n² rank) and memory O(n rank).
     """
-    check_finite(lower)
     size = lower.shape[-1]
     rank, noise = size if rank is None else min(rank, size), 10 * math.sqrt(size) * torch.finfo(summed).eps
     if is_reduced(size, rank):
@@ -76,7 +75,8 @@ def eigen_in_place(
 def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
     """Sets eigenvalues beyond the rank to 0, in place, if they may be rounding noise; returns λ (..., n)."""
     beyond = values.clamp_min_(0.0)[..., : values.shape[-1] - rank]
-    beyond.masked_fill_(beyond <= noise * values[..., -1:], 0.0)
+    if beyond.numel():
+        beyond.masked_fill_(beyond <= noise * values[..., -1:], 0.0)
     return values
 
 

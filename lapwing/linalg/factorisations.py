@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import LapwingError
 from .eigen import symmetric_eigen
 from .sums import row_products
-from .values import SLICE_NUMBERS, check_finite, doubled
+from .values import SLICE_NUMBERS, check_matrices, doubled
 
 log = logging.getLogger("lapwing")
 
@@ -26,7 +26,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if not info.any():
         return factor
-    check_finite(matrix)
+    check_matrices([matrix])
     scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     jitter, failed = 10 * torch.finfo(matrix.dtype).eps, torch.zeros_like(info, dtype=torch.bool)[..., None, None]
@@ -59,7 +59,7 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
 
     Cost: time O(M P min(M, P)), memory O(M P), or O(K P + min(M, P)²).
     """
-    check_finite(rows)
+    check_matrices([rows])
     if whole and len(rows) <= rows.shape[1]:  # with QR first the SVD needs a third of the time
         orthonormal, triangle = torch.linalg.qr(doubled(rows).T)
         _, values, basis = torch.linalg.svd(triangle.T)

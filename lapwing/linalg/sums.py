@@ -22,6 +22,12 @@ def total(terms: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
+def joined(parts: Iterable[Tensor], dim: int = 0) -> Tensor:
+    """Returns parts joined along a dimension, or a single part without a copy."""
+    first, *others = parts
+    return torch.cat([first, *others], dim) if others else first
+
+
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Adds `xᵀ x` to the lower triangles of sums (G, n, n), for x (G, m, n). `mirrored` reads them."""
     size = sums.shape[-1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from ..errors import LapwingError
 
@@ -40,10 +42,20 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def check_finite(matrix: Tensor) -> None:
-    """Raises for a matrix that holds NaN or infinite entries."""
-    if not matrix.numel() or torch.stack(matrix.aminmax()).isfinite().all():  # NaN makes both NaN
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all values of all tensors are finite. Waits once for each device."""
+    parts: dict[torch.device, list[Tensor]] = {}
+    for values in tensors:
+        if values.is_floating_point() and values.numel():
+            parts.setdefault(values.device, []).append(values)
+    return all(math.isfinite(get_total_norm(part, math.inf)) for part in parts.values())
+
+
+def check_matrices(matrices: Sequence[Tensor]) -> None:
+    """Raises if one of some matrices holds NaN or infinite entries."""
+    if are_finite(matrices):
         return
+    matrix = next(each for each in matrices if not is_finite(each))
     bad = int((~torch.isfinite(matrix)).sum())
     raise LapwingError(
         f"A matrix of gradients of shape {tuple(matrix.shape)} has {bad} NaN or infinite entries. Scale "

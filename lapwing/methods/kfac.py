@@ -17,7 +17,7 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..likelihoods import Likelihood
-from ..linalg import doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
+from ..linalg import check_matrices, doubled, eigen_in_place, is_reduced, joined, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -185,9 +185,11 @@ class _FactorPass(CurvaturePass[Factors]):
         softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
         work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
+        check_matrices([*state.A.values(), *state.Gamma.values()])
         widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
         rank = problem.summed_root.rank
-        bases = {name: _eigenbasis(state, name, rank, name in logits) for name in widest_first}
+        positions = dict(zip(state.count, joined(state.count.values()).tolist(), strict=True)) if state.count else {}
+        bases = {n: _eigenbasis(state, n, positions[n], rank, n in logits) for n in widest_first}
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -227,20 +229,21 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
-def _eigenbasis(state: Factors, name: str, rank: int, centred: bool) -> KroneckerBlock:
+def _eigenbasis(state: Factors, name: str, positions: int, rank: int, centred: bool) -> KroneckerBlock:
     """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
 
-    A is a sum of # squares, and Γ of `rank` # squares. For logits, Γ maps the vector of ones to 0 up to rounding. With
-    a weak prior, the rounding would carry the large variance of that direction to other outputs; `centred` removes it.
+    A is a sum of `positions` squares, and Γ of `rank` times as many. For logits, Γ maps the vector of ones to 0 up to
+    rounding. With a weak prior, the rounding would carry the large variance of that direction to other outputs;
+    `centred` removes it.
     """
     count, one_hot = state.count[name], state.A[name].ndim == 2
     # 1. A = U_in diag(α) U_inᵀ (G, I, I), or diag(α)
     if one_hot:  # A is stored as its diagonal
         alpha, inputs = doubled(state.A[name]), None
     else:
-        alpha, inputs = _diagonalised(state.A, name, int(count))
+        alpha, inputs = _diagonalised(state.A, name, positions)
     # 2. Γ = U_out diag(γ) U_outᵀ (G, O, O)
-    gamma, outputs = _diagonalised(state.Gamma, name, rank * int(count), centred)
+    gamma, outputs = _diagonalised(state.Gamma, name, rank * positions, centred)
     # 3. # = Σ w over the positions, the number of positions plus Σ (w - 1)
     if name in state.excess:
         tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0

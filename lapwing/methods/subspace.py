@@ -13,7 +13,7 @@ from torch import Tensor
 from ..covariance import Basis, ExplicitBasis, ImplicitBasis, LowRank, LowRankWithResidual
 from ..covariance.base import split_blocks
 from ..covariance.dense import expand
-from ..linalg import RANK_CUT, doubled, eigen_in_place, orthonormal_rows, placed
+from ..linalg import RANK_CUT, check_matrices, doubled, eigen_in_place, orthonormal_rows, placed
 from ..tangent import Anchors, MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
@@ -140,7 +140,9 @@ def leading_of(gram: Callable[[torch.dtype], Tensor], rank: int, dtype: torch.dt
     `gram` returns the matrix (M, M) float64, with products summed in the given dtype, and the matrix is overwritten. If
     the rounding noise of `dtype` hides some of the pairs, they are computed again in float64.
     """
-    values, vectors = eigen_in_place(gram(dtype))
+    matrix = gram(dtype)
+    check_matrices([matrix])
+    values, vectors = eigen_in_place(matrix)
     # eigenvalues of a matrix summed in this dtype have errors of up to about M eps λ_max
     noise = max(RANK_CUT, len(values) * torch.finfo(dtype).eps) * values[-1:].sum()
     count = min(rank, int((values > noise).sum()))

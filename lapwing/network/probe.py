@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from ..data.batches import JOINED, check_outputs
 from ..data.inputs import Inputs
@@ -83,7 +84,7 @@ def probe(
     with _explained(call.model):
         gradients = [g for g in output_gradients(outputs, noted, u, differentiable=False) if g is not None]  # all
         truth = first.gradients(names, u[:, :, 2], kind)
-    axes = [_batch_axis(use, g, samples) if use.reached else None for use, g in zip(noted, gradients, strict=True)]
+    axes = _batch_axes(noted, gradients, samples)
 
     reasons = _reasons(names, truth.keys(), noted, axes, recording)
     conditional = _conditional(noted, gradients, axes, parameters, samples, inputs) if recording.routed else []
@@ -363,18 +364,26 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _batch_axis(noted: RecordedUse, g: Tensor, samples: int) -> BatchAxis | None:
-    """Returns the axis along which the gradients of the first (last) sample's outputs are zero at other samples."""
-    shape = noted.out.shape
-    for axis in range(noted.use.sample_dims):
-        for inner in (False, True):
-            candidate = BatchAxis(axis, inner)
-            if not candidate.fits(shape, samples) or (inner and shape[axis] == samples):
-                continue
-            first, last = candidate.front(g, samples, 1)[:2].flatten(2)  # (B, rest)
-            if not first[1:].any() and not last[: samples - 1].any():
-                return candidate
-    return None
+def _batch_axes(noted: Sequence[RecordedUse], gradients: Sequence[Tensor], samples: int) -> list[BatchAxis | None]:
+    """Returns the axis of each use along which gradients of the first and last sample's outputs are 0 at other samples.
+
+    The first candidates of all uses are checked together, since they nearly always hold: one transfer from the device.
+    """
+
+    def candidates(use: RecordedUse) -> list[BatchAxis]:
+        shape, dims = use.out.shape, range(use.use.sample_dims if use.reached else 0)
+        both = [BatchAxis(axis, inner) for axis in dims for inner in (False, True)]
+        return [one for one in both if one.fits(shape, samples) and not (one.inner and shape[one.axis] == samples)]
+
+    def hold(axes: Iterable[tuple[BatchAxis, Tensor]]) -> bool:
+        pairs = [axis.front(g, samples, 1)[:2].flatten(2) for axis, g in axes]  # each (2, B, rest)
+        others = [part for first, last in pairs for part in (first[1:], last[: samples - 1]) if part.numel()]
+        return float(get_total_norm(others, math.inf)) == 0
+
+    pairs = [(candidates(use), g) for use, g in zip(noted, gradients, strict=True)]
+    if hold((axes[0], g) for axes, g in pairs if axes):
+        return [axes[0] if axes else None for axes, _ in pairs]
+    return [next((axis for axis in axes if hold([(axis, g)])), None) for axes, g in pairs]
 
 
 def _compare_with_autograd(
@@ -387,6 +396,7 @@ def _compare_with_autograd(
     max_numbers: int,
 ) -> None:
     """Sets the reason of parameters whose recorded uses do not add up to autograd's gradient."""
+    differences, sizes, tolerances = [], [], []  # of the parameters
     for name in truth:
         dtype, total = accumulation_dtype(truth[name].dtype), None
         for use, g, axis in zip(noted, gradients, axes, strict=True):
@@ -400,6 +410,12 @@ def _compare_with_autograd(
                     total = part if total is None else total + part
         dtypes = {truth[name].dtype, *(use.out.dtype for use in noted if name in use.names.values())}  # autocast's too
         eps, wanted = max(torch.finfo(one).eps for one in dtypes), truth[name].to(dtype)
-        allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * wanted.numel() ** 0.5
-        if not reasons[name] and (wanted if total is None else total - wanted).norm() > allowed:
+        differences.append((wanted if total is None else total - wanted).norm())
+        sizes.append(wanted.norm())
+        tolerances.append((3 * eps**0.5, 100 * eps * wanted.numel() ** 0.5))
+    norms = torch.stack([*differences, *sizes]).tolist() if truth else []  # one transfer from the device
+    for name, difference, size, (relative, absolute) in zip(
+        truth, norms, norms[len(truth) :], tolerances, strict=False
+    ):
+        if not reasons[name] and difference > relative * size + absolute:
             reasons[name] = "its recorded uses do not add up to autograd's gradient"

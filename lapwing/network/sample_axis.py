@@ -1,9 +1,9 @@
 """Checks, once for every new shape, that the layers of a recording hold the samples where the survey found them.
 
 A network may sort its samples, leave out padded positions, or send some of them through a branch. A layer's rows then
-depend on the batch, and the survey saw only a few samples of one batch. For each base-16 digit of the samples' numbers,
-the check sends back two cotangents, whose ratio at a sample is 2^(digit - 8). The gradients at a layer must have the
-same ratios. No two samples have the same digits.
+depend on the batch, and the survey saw only a few samples of one batch. For each base-64 digit of the samples' numbers,
+the check sends back two cotangents, whose ratio at a sample is 2^(digit - 32). The gradients at a layer must have the
+same ratios. No two samples have the same digits. Tensors in float16 need digits in base 16.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from .recording_plan import Uses
 from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")
+
+BASE, BASE_IN_HALF = 64, 16
+"""Base of the digits, which bounds the powers of 2 in the gradients: float16 has a smaller range."""
 
 
 class SampleAxisMoved(LapwingError):
@@ -72,33 +75,41 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
     """Returns a parameter of a layer that holds the samples elsewhere than in the survey, or "" if there is none.
 
     Also returns whether "" holds for all batches of these shapes. It does not if all gradients of a layer are 0,
-    because they agree with any power. Cost: two backward passes through the activations per digit of B in base 16.
+    because they agree with any power. Cost: two backward passes through the activations per digit of B.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
-    places = torch.arange(max(1, math.ceil(math.log(samples, 16) - 1e-9)))  # log 256 may come out above 2
-    digits = torch.arange(samples)[:, None] // 16**places % 16  # digits of the samples' numbers, (B, places)
+    base = BASE_IN_HALF if torch.float16 in (outputs.dtype, *(use.out.dtype for use in noted)) else BASE
+    places = torch.arange(max(1, math.ceil(math.log(samples, base) - 1e-9)))  # log of a power may come out above it
+    digits = torch.arange(samples)[:, None] // base**places % base  # digits of the samples' numbers, (B, places)
     u = torch.randn(outputs.shape[1], generator=generator).to(outputs)
-    names, moved, some = [], [], []  # for each layer and digit: whether it moved, whether some gradient is not 0
-    for exponents in digits.T - 8:  # (B,), split into two halves, because 2⁸ could overflow in float16
+    layers = {i: axis for block_uses in uses.values() for i, axis, _ in block_uses}
+    if not layers:
+        return "", True
+    names = [next(iter(noted[i].names.values())) for i in layers]
+    moved, some = [], []  # for each digit: whether each layer moved, and whether some gradient of it is not 0
+    for exponents in digits.T - base // 2:  # (B,), split into two halves, because the power could overflow
         halves = exponents // 2
         powers = torch.stack([-halves, exponents - halves, exponents], 1)
-        factors = (2.0**powers).to(outputs)  # (B, 3), products with them are exact
-        gradients = None  # frees the previous ones first
-        gradients = output_gradients(outputs, noted, u[None, :, None] * factors[:, None, :2], False, batched=False)
-        for i, axis in {i: axis for block_uses in uses.values() for i, axis, _ in block_uses}.items():
-            g, name = gradients[i], next(iter(noted[i].names.values()))
+        factors = (2.0**powers).to(outputs)  # (B, 3)
+        plains = scaleds = None  # frees the previous ones first
+        plains, scaleds = (
+            output_gradients(outputs, noted, (u * one)[..., None], False) for one in factors[:, :2].split(1, 1)
+        )  # each (1, *out.shape)
+        off, size, tolerances = [], [], []  # norms (B,) for each layer
+        for (i, axis), name in zip(layers.items(), names, strict=True):
+            g, h = plains[i], scaleds[i]
             assert g is not None  # cotangents were given
+            assert h is not None
             if not axis.fits(g.shape[1:], samples):
                 return name, False
-            plain, scaled = axis.front(g, samples, 1).flatten(2)  # (B, rest)
-            wanted = plain * factors[:, 2:].to(plain)
-            off, size = (scaled - wanted).norm(dim=1), torch.maximum(wanted.norm(dim=1), scaled.norm(dim=1))
-            tolerance = 0.3 if g.dtype.itemsize < 4 else torch.finfo(g.dtype).eps ** 0.5  # subnormal halves are inexact
-            names.append(name)
-            moved.append((off > tolerance * size).any())
-            some.append(size.any())
-    if not names:
-        return "", True
-    flags = torch.stack([*moved, *some]).tolist()  # one transfer from the device for all layers
-    first = next((name for name, flag in zip(names, flags, strict=False) if flag), "")
-    return first, not first and all(flags[len(names) :])
+            plain, scaled = (axis.front(one[0], samples).flatten(1) for one in (g, h))  # (B, rest)
+            off.append(torch.addcmul(scaled, plain, factors[:, 2:].to(plain), value=-1).norm(dim=1).to(u.device))
+            size.append(plain.norm(dim=1).to(u.device))
+            tolerances.append(0.3 if g.dtype.itemsize < 4 else torch.finfo(g.dtype).eps ** 0.5)  # subnormal halves
+        sizes = torch.stack(size) * factors[:, 2]  # of the gradients that are wanted (layers, B)
+        moved.append((torch.stack(off) > sizes * sizes.new_tensor(tolerances)[:, None]).any(1))
+        some.append(sizes.any(1))
+    flags = torch.stack([*moved, *some]).tolist()  # one transfer from the device
+    moves, sees = flags[: len(moved)], flags[len(moved) :]
+    first = next((name for name, *each in zip(names, *moves, strict=True) if any(each)), "")
+    return first, not first and all(map(all, sees))

@@ -15,7 +15,7 @@ from ..data.loaders import other_size
 from ..data.progress import tracked
 from ..data.samples import Samples
 from ..errors import LapwingError
-from ..linalg import is_finite
+from ..linalg import are_finite
 from ..methods import FitShape, Method
 from ..methods.prior import check_noise
 from ..options import Options
@@ -149,7 +149,7 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
     if ranks.several():
         posterior = _as_on_first(posterior, parts)
     tensors = (*posterior.covariance.tensors().values(), *posterior.statistics.values())
-    if not all(is_finite(values) for values in tensors):
+    if not are_finite(tensors):
         raise LapwingError(
             "The fit is not finite: sums of squared gradients or residuals exceed the range of "
             f"{posterior.tangent.dtype}. Scale the inputs and the targets to about 1, or fit the network in float64 "

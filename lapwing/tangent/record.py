@@ -30,7 +30,7 @@ from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..jacobian.layers.embedding import TiedTable
 from ..jacobian.outer import Outer
-from ..linalg import double_device, total
+from ..linalg import double_device, joined, total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.recording_plan import TIED_TABLE, Uses
 from ..network.tracing import RecordedUse, output_gradients
@@ -239,7 +239,7 @@ class Record(Mapping[str, BlockJacobian]):
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
         """Builds the Jacobian of a block from its rows or gradients."""
         if block.is_generic:
-            return Rows(torch.cat([taken[name] for name in block.parameters], -1).to(self.device, self.dtype))
+            return Rows(joined((taken[name] for name in block.parameters), -1).to(self.device, self.dtype))
         jacobians: list[BlockJacobian] = []
         tied = block.matrix is None and {self.noted[i].use.kind for i, *_ in self._uses[block.name]} == TIED_TABLE
         limit = sys.maxsize if self._differentiable else self._limit // 2

@@ -253,8 +253,14 @@ def test_any_two_samples_that_change_places_are_seen(samples: int) -> None:
             tangent.record(x)
 
 
-@pytest.mark.parametrize(("samples", "passes"), [(2, 2), (16, 2), (17, 4), (256, 4)])
-def test_a_look_takes_two_backward_passes_a_digit(samples: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("samples", "passes", "dtype"),
+    [(2, 2, torch.float32), (64, 2, torch.float32), (65, 4, torch.float64), (17, 2, torch.bfloat16),
+     (16, 2, torch.float16), (17, 4, torch.float16)],
+)  # fmt: skip
+def test_a_look_takes_two_backward_passes_a_digit(
+    samples: int, passes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = []
     ours = lw.network.sample_axis.output_gradients
     monkeypatch.setattr(
@@ -262,8 +268,8 @@ def test_a_look_takes_two_backward_passes_a_digit(samples: int, passes: int, mon
         "output_gradients",
         lambda f, noted, u, *a, **k: taken.append(u) or ours(f, noted, u, *a, **k),
     )
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval(), torch.randn(samples, 4)
-    Tangent.survey(model, x[:2], EVERY).record(x)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype).eval(), torch.randn(samples, 4)
+    Tangent.survey(model, x[:2].to(dtype), EVERY).record(x.to(dtype))
     assert sum(u.shape[-1] for u in taken) == passes
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...linalg import total
+from ...linalg import joined, total
 from ..jacobian import Rows
 from ..plain_functions import batch_norm, instance_norm
 from ..strips import at, boxes
@@ -55,7 +55,7 @@ class ElementwiseUse(Use):
             parts.append(self._scaled(g, axis, samples, dtype, limit))
         if "bias" in roles:
             parts.append(_over_positions(self._laid_out(g, axis, samples, 1), dtype).transpose(0, 1))
-        return Rows(torch.cat(parts, -1))
+        return Rows(joined(parts, -1))
 
     def _scaled(self, g: Tensor, axis: BatchAxis, samples: int, dtype: torch.dtype, limit: int) -> Tensor:
         """Returns `Σ_t g ⊙ x̂` (B, R, P), by slices of samples and boxes of positions."""
@@ -72,7 +72,7 @@ class ElementwiseUse(Use):
             )
             for some, part in zip(x.split(step), g.split(step, 1), strict=True)
         ]
-        return torch.cat(rows, 1).transpose(0, 1)
+        return joined(rows, 1).transpose(0, 1)
 
     def _laid_out(self, values: Tensor, axis: BatchAxis, samples: int, lead: int) -> Tensor:
         """Returns a view (lead..., B, *grid, features)."""
