@@ -367,7 +367,7 @@ def deployed_table(found: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, Any]) -> dict[str, str]:
-    """Returns the tables of docs/ood.md."""
+    """Returns the tables of benchmarks/README.md on OOD inputs."""
     return {
         "images": images_table(found), "rates": rates_table(found), "others": others_table(found),
         "corruptions": corruptions_table(found), "deployed": deployed_table(found),

@@ -1,6 +1,6 @@
 """The peak memory of fits and predictions: at most twice the budget plus the result, tuning included.
 
-The decomposition of a wide factor needs more: up to 24 bytes for each of its numbers (docs/scaling.md).
+The decomposition of a wide factor needs more: up to 24 bytes for each of its numbers (docs/costs.md).
 """
 
 from __future__ import annotations

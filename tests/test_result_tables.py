@@ -118,7 +118,7 @@ def test_every_task_has_its_table() -> None:
     for module in (answers, peers, positions_data):
         name = module.__name__.rpartition(".")[2]
         assert all(f"<!-- table of {name}: {part} -->" in text for part in module.parts())
-    assert len(MARKED) == 4
+    assert len(MARKED) == 3
 
 
 @pytest.mark.parametrize("picture", ["defaults", "line", "line_prior", "line_classes"])
