@@ -35,7 +35,7 @@ PSEUDO_WEIGHT = 0.25
 """Weight, in rows, of the pseudo-row with a uniform label that losses of held-out labels count.
 
 Without it the temperature of highest likelihood is 0 if all held-out labels are right. A whole row softens a calibrated
-network too much if there are about 20 held-out rows: docs/defaults.md has the measurement.
+network too much if there are about 20 held-out rows: benchmarks/README.md has the measurement.
 """
 
 
