@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from ..data.inputs import Inputs
 from ..display import Displayed, warns_once
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
+from ..linalg import double_device
 from ..methods import Method
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
@@ -31,9 +32,12 @@ from .registry import METHODS
 
 HEADER = f"{'weights':>13}  {'passes':>9}  {'kept MiB':>12}  {'peak MiB':>12}  {'seconds':>9}  method"
 
+PRODUCT_SIZE = 512
+"""Width of the matrices of the timed product."""
+
 UNITS = (  # the explanation below a table
     "passes: length of the fit in forward passes of its data. kept, peak: memory of the posterior and of the fit.\n"
-    "seconds: passes times a timed forward pass. It may be off by a factor of four. Setup and tuning come on top."
+    "seconds: passes and products of wide matrices, perhaps off by a factor of four. Setup and tuning come on top."
 )
 
 
@@ -48,7 +52,8 @@ class Plan(Displayed):
         passes: length of the fit in forward passes of its data, without tuning.
         kept_bytes: memory of the posterior in addition to the network; exact unless rounding removes directions.
         peak_bytes: maximum memory of the fit in addition to the weights, without tuning; within a factor of 2.5.
-        seconds: `passes` times a timed forward pass; rough, and may be off by a factor of four.
+        seconds: time of the passes and of products and decompositions of wide matrices, from a timed forward pass and a
+            timed product; rough, and may be off by a factor of four.
         advice: what does not fit into memory and what to use instead, or why `lw.fit` refuses the method, or None.
     """
 
@@ -175,10 +180,12 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
     if footprint is None:
         return Plan(repr(method), tangent.size, tangent.outputs)
     probed = 4 * total * min(shape.batch, PROBED_SAMPLES)  # two graphs of a few samples, and their gradients
+    seconds = footprint.passes * shape.samples * _forward_seconds(tangent, data.first.inputs)
+    seconds += footprint.products * _product_seconds(tangent.device) if footprint.products else 0.0
     return Plan(
         method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
         kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed),
-        seconds=footprint.passes * shape.samples * _forward_seconds(tangent, data.first.inputs),
+        seconds=seconds,
         advice=advice_on_memory(method, shape),
     )  # fmt: skip
 
@@ -202,8 +209,19 @@ def _activations(tangent: Tangent, inputs: Inputs) -> tuple[int, int]:
 def _forward_seconds(tangent: Tangent, inputs: Inputs) -> float:
     """Returns the seconds of a forward pass of the first batch, per sample."""
     inputs = Inputs.of(inputs, tangent.device)
+    return _seconds(lambda: tangent.outputs_of(inputs), tangent.device) / inputs.samples
+
+
+def _product_seconds(device: torch.device) -> float:
+    """Returns the seconds of a multiply-add within a product of matrices in float64."""
+    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=torch.float64, device=double_device(device))
+    return min(_seconds(lambda: matrix @ matrix, matrix.device) for _ in range(3)) / PRODUCT_SIZE**3
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Returns the seconds of a call, with the work of its device."""
     start = time.perf_counter()
-    tangent.outputs_of(inputs)
-    if tangent.device.type == "cuda":
-        torch.cuda.synchronize(tangent.device)
-    return (time.perf_counter() - start) / inputs.samples
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

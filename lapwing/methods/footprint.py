@@ -18,6 +18,15 @@ from .problem import root_columns, root_positions
 DECOMPOSITION_BYTES = 24  # per entry of a matrix that is decomposed: its copy in float64, and LAPACK's workspace
 
 
+DECOMPOSITION_PRODUCTS = 10
+"""Time of an eigendecomposition, in products of two matrices of its size: 7 on one thread of a CPU, 16 on two."""
+
+
+def decompositions(*sizes: int) -> float:
+    """Returns the multiply-adds that take as long as eigendecompositions of these sizes."""
+    return DECOMPOSITION_PRODUCTS * sum(float(size) ** 3 for size in sizes)
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a method needs for a fit."""
@@ -27,6 +36,7 @@ class Footprint:
     passes: float  # length of the fit in forward passes of its data, without tuning
     rank: int | None = None  # number of directions K of a subspace; None for other structures
     needs: tuple[MemoryNeed, ...] = ()  # tensors that must fit the memory budget as a whole
+    products: float = 0.0  # multiply-adds of matrices that are as wide as weights or rows, in addition to the passes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import add_squares, mirrored
 from ..tangent import MemoryNeed, Tangent
-from .footprint import FitShape, Footprint
+from .footprint import FitShape, Footprint, decompositions
 from .passes import Batch, CurvaturePass, Method, Passes, SamplesSeen, run_curvature_pass
 from .problem import Problem
 from .state import TensorSum
@@ -71,11 +71,13 @@ class Full(Method):
         if self._is_primal(shape.tangent, rows):
             chunk = shape.chunk(torch.float64, 2 * shape.columns * size)
             peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum; its copies and LAPACK's workspace
-            return Footprint(shape.stored(DenseCovariance, {}), peak, shape.pass_length, needs=needs)
+            products = float(rows) * size**2 / 2 + decompositions(size)  # half of JᵀJ
+            return Footprint(shape.stored(DenseCovariance, {}), peak, shape.pass_length, needs=needs, products=products)
         rank = min(rows, size)
         kept, _ = stored_on_basis(shape, "ExplicitBasis", {"rank": rank}, "prior")
         peak = kept + 20 * rows * size + 80 * rank**2 + shape.chunk(torch.float64)
-        return Footprint(kept, peak, shape.pass_length, rank, needs)
+        products = 2.0 * rows**2 * size + decompositions(rows)
+        return Footprint(kept, peak, shape.pass_length, rank, needs, products)
 
 
 class DenseCurvature(CurvaturePass[TensorSum]):

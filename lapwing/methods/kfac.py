@@ -19,7 +19,7 @@ from ..jacobian.jacobian import MatrixJacobian
 from ..likelihoods import Likelihood
 from ..linalg import check_matrices, doubled, eigen_in_place, is_reduced, joined, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent
-from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
+from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint, decompositions
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
 from .problem import Problem
 from .state import BlockSums, State
@@ -92,16 +92,20 @@ class KFAC(Method):
 
     def footprint(self, shape: FitShape) -> Footprint:
         shape = shape.with_drawn_root() if self.fisher == "sampled" else shape
-        kinds, entries = self._kinds(shape.tangent), [0]
+        kinds, entries, sizes = self._kinds(shape.tangent), [0], list[int]()
         for block in shape.tangent.blocks:
             if block.matrix is not None:
                 groups, outputs, inputs = block.matrix_shape
-                entries.append(groups * (outputs if block.matrix.one_hot else max(outputs, inputs)) ** 2)
+                widths = (outputs,) if block.matrix.one_hot else (outputs, inputs)
+                entries.append(groups * max(widths) ** 2)
+                sizes += widths * groups
             elif kinds[block.name] == "dense":
                 entries.append(2 * block.size**2)
+                sizes.append(block.size)
         kept = shape.stored(Blockwise, {"kinds": kinds})
         peak = kept + max(shape.chunk(), DECOMPOSITION_BYTES * max(entries))
-        return Footprint(kept, peak, shape.pass_length, needs=(self._need(shape.tangent),))
+        needs = (self._need(shape.tangent),)
+        return Footprint(kept, peak, shape.pass_length, needs=needs, products=decompositions(*sizes))
 
 
 class EKFAC(KFAC):

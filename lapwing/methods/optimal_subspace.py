@@ -18,7 +18,7 @@ from ..likelihoods import Likelihood
 from ..linalg import doubled, placed
 from ..options import at_least, instance_of, option
 from ..tangent import Anchors, MemoryNeed, Tangent, Vectors
-from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
+from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint, decompositions
 from .kfac import KFAC
 from .passes import Method, Passes, SamplesSeen, Step, check_within, prior_covariance, with_seen
 from .problem import Problem
@@ -149,7 +149,11 @@ class OptimalSubspace(Method):
             passes += 2 * count / shape.samples * count / tangent.chunk_length(1, tangent.dtype, 4 * tangent.size)
         gram = last.kept + min(2 * rows, tangent.memory) + DECOMPOSITION_BYTES * count**2
         needs = first.needs + self._needs(tangent, count, record_dtype(tangent, self.residual))
-        return Footprint(last.kept, max(first.peak, first.kept + max(gram, last.peak)), passes, last.rank, needs)
+        turned = sum(block.size * sum(block.matrix_shape[1:]) for block in tangent.blocks if block.matrix is not None)
+        products = first.products + last.products + decompositions(count)
+        products += float(count) * (2 * turned + count * tangent.size)  # Ψ_approx Jᵀ by KFAC, and J Ψ_approx Jᵀ
+        peak = max(first.peak, first.kept + max(gram, last.peak))
+        return Footprint(last.kept, peak, passes, last.rank, needs, products)
 
 
 def _weight(problem: Problem, approximate: Covariance | None, vectors: Vectors) -> None:

@@ -15,7 +15,7 @@ from ..covariance.base import split_blocks
 from ..covariance.dense import expand
 from ..linalg import RANK_CUT, check_matrices, doubled, eigen_in_place, orthonormal_rows, placed
 from ..tangent import Anchors, MemoryNeed, Tangent
-from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint
+from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint, decompositions
 from .passes import Batch, CurvaturePass, Passes, run_curvature_pass
 from .problem import Problem
 from .state import State
@@ -165,16 +165,19 @@ def footprint_on_rows(shape: FitShape, count: int, rank: int, residual: Residual
     tangent, size, rank = shape.tangent, shape.tangent.size, min(rank, count, shape.tangent.size)
     kept, dtype = stored_on_basis(shape, "ExplicitBasis", {"rank": rank}, residual)
     passes = shape.pass_length + 2 * count / shape.samples  # a forward and a backward pass for each row
+    products = decompositions(min(count, size)) + float(count * size) * (2 * min(count, size))  # of the rows
+    products += float(size * rank) * shape.samples  # `J Wᵀ` of all samples
     chunk = shape.chunk(dtype, shape.columns * 3 * rank)  # 3: `Basis.scratch_per_row`
     if _fit(count, size, dtype, tangent.memory):
         whole = count * size <= min(SVD_NUMBERS, tangent.memory // 16)
         svd = 24 * count * size if whole else rank * size * dtype.itemsize  # 24: QR in `orthonormal_rows`
         span = count * size * dtype.itemsize + svd + 56 * min(count, size) ** 2  # triangle, SVD: 7 float64
-        return Footprint(kept, max(span, kept + max(chunk, 80 * rank**2)), passes, rank)  # 10 float64 (K, K)
+        peak = max(span, kept + max(chunk, 80 * rank**2))  # 10 float64 (K, K)
+        return Footprint(kept, peak, passes, rank, products=products)
     passes += 2 * count / shape.samples * count / tangent.chunk_length(1, dtype)  # again for each pair of chunks
     if rank * size * dtype.itemsize > tangent.memory:  # and for each chunk of data
         passes += 2 * count / min(shape.batch, tangent.chunk_length(shape.columns, dtype))
         kept, _ = stored_on_basis(shape, "ImplicitBasis", {"rank": rank, "rows": count, "nests": []}, residual)
         kept += min(count, shape.samples) * shape.sample_bytes
     gram = DECOMPOSITION_BYTES * count**2 + min(tangent.memory, 2 * count * tangent.bytes_per_sample(1, dtype))
-    return Footprint(kept, kept + max(gram, chunk), passes, rank, (_need(count),))
+    return Footprint(kept, kept + max(gram, chunk), passes, rank, (_need(count),), products)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -16,6 +17,8 @@ from lapwing.fitting.registry import METHODS as REGISTERED
 from lapwing.running.runner import Runner
 from papers.common.measure import LiveBytes
 from tests.zoo_modules import Net
+
+planning = importlib.import_module("lapwing.fitting.plan")
 
 METHODS = [
     lw.Diagonal(), lw.KFAC(), lw.KFAC(uncovered="dense"), lw.EKFAC(), lw.Full("primal"), lw.ELLA(10, 40),
@@ -257,3 +260,23 @@ def test_passes_and_seconds_grow_with_the_work():
     assert (last.passes, diagonal.passes, both.passes) == (1, 10, 20)  # the Fisher root has C - 1 columns
     assert all(one.seconds > 0 for one in (last, diagonal, both))
     assert lw.plan(model, data * 50, lw.EKFAC()).seconds > both.seconds
+
+
+def test_the_time_counts_products_of_wide_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product takes a second, and a forward pass none: the seconds are the multiply-adds."""
+    monkeypatch.setattr(planning, "_forward_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(planning, "_product_seconds", lambda _: 1.0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 1, bias=False)).eval()  # 24 + 6 weights
+    loader = [(torch.randn(25, 4), torch.randn(25, 1))] * 4
+    seconds = {method: lw.plan(model, loader, method).seconds for method in (lw.Diagonal(), lw.KFAC(), lw.Full())}
+    assert seconds == {
+        lw.Diagonal(): 0,
+        lw.KFAC(): 10 * (6**3 + 4**3 + 1 + 6**3),
+        lw.Full(): 10 * 30**3 + 100 * 30**2 / 2,
+    }
+    # 10 rows of J, their SVD, and their products with 100 samples
+    assert lw.plan(model, loader, lw.ELLA(5, 10)).seconds == 10 * 10**3 + 10 * 30 * 2 * 10 + 30 * 5 * 100
+
+
+def test_a_product_is_timed() -> None:
+    assert 0 < planning._product_seconds(torch.device("cpu")) < 1
