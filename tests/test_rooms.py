@@ -188,7 +188,7 @@ LINES = {
     "__init__": 91, "environment": 100, "errors": 159, "options": 193, "files": 194, "linalg": 458, "ranks": 200,
     "data": 1343, "jacobian": 2453, "network": 3275, "tangent": 1437, "covariance": 2738, "likelihoods": 5313,
     "prediction": 5128, "methods": 4737, "running": 590, "posterior": 1872, "tuning": 3732, "fitting": 2675,
-    "deployment": 1014, "evaluation": 1720, "integrations": 1182, "display": 72, "cli": 227, "__main__": 8,
+    "deployment": 1014, "evaluation": 1720, "integrations": 1186, "display": 72, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 

@@ -29,17 +29,18 @@ class LaplaceCalculator(_calculator.Calculator):
     standard deviations that uncertain weights cause: `calculator.get_property("forces_std", atoms)`.
 
     Args:
-        posterior: posterior of a network with one output.
+        posterior: posterior of a network of energies.
         inputs: `inputs(positions, atoms)` returns the network's inputs for one structure, a batch of one sample,
             computed from the positions (n, 3), a tensor that requires gradients. Write `inputs(positions, atoms, cell)`
             to have the stress: compute neighbours across the cell's faces from the cell (3, 3), such a tensor too.
         unit: energy in eV of one unit of f.
         shift: energy in eV at f = 0.
         via: `lw.scale_factor(posterior, held_out, of=forces)`, whose factor widens the errors of forces; None means 1.
+        output: index of the energy among several outputs, such as 0 for a fit to energies and forces; None: only one.
         options: options of `ase.calculators.calculator.Calculator`.
 
     Raises:
-        LapwingError: if the first argument is not a posterior, or if the network has several outputs.
+        LapwingError: if the first argument is not a posterior, or if `output` does not fit the network.
 
     Cost: one forward and one backward pass. Errors are computed only if they are asked for: a backward pass for the
     energy, 3 n second derivatives for the forces of n atoms and 6 for the stress, with as many products with Σ.
@@ -54,18 +55,22 @@ class LaplaceCalculator(_calculator.Calculator):
         unit: float = 1.0,
         shift: float = 0.0,
         via: lw.Scaled | None = None,
+        output: int | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(posterior, lw.Posterior) or posterior.tangent.width != 1:
+        outputs = posterior.tangent.width if isinstance(posterior, lw.Posterior) else 0
+        if output not in range(outputs) and (output, outputs) != (None, 1):
             raise LapwingError(
                 f"LaplaceCalculator needs a posterior of a network of energies (one output), not {shown(posterior)}. "
-                "Write LaplaceCalculator(lw.fit(model, (x, energies)), lambda positions, atoms: positions[None])."
+                "Write LaplaceCalculator(lw.fit(model, (x, energies)), lambda positions, atoms: positions[None]), or "
+                "output=0 if the first of several outputs is the energy."
             )
         super().__init__(**options)
         self.takes_cell = len(signature(inputs).parameters) == 3
         if self.takes_cell:
             self.implemented_properties = (*self.implemented_properties, "stress", "stress_std")
         self.laplace, self.inputs, self.unit, self.shift, self.via = posterior, inputs, unit, shift, via
+        self.output = output or 0
 
     def calculate(self, atoms: Any = None, properties: Any = ("energy",), system_changes: Any = EVERY_CHANGE) -> None:
         """Computes energy, forces and the stress of a cell, and the errors among `properties`, into `results`."""
@@ -79,7 +84,7 @@ class LaplaceCalculator(_calculator.Calculator):
         def energy(f: Callable[[Any], Tensor]) -> Tensor:
             moved, strained = (some + some @ (strain + strain.mT) / 2 for some in (positions, cell))
             x = self.inputs(moved, atoms, strained) if self.takes_cell else self.inputs(moved, atoms)
-            return self.unit * f(x).sum()
+            return self.unit * f(x)[:, self.output].sum()
 
         def forces(f: Callable[[Any], Tensor]) -> Tensor:
             return -torch.autograd.grad(energy(f), positions, create_graph=True)[0]

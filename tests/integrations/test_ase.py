@@ -97,10 +97,55 @@ def test_a_moved_atom_has_other_forces_and_a_simulation_conserves_energy():
     assert atoms.get_kinetic_energy() > 1e-3
 
 
+class EnergiesAndForces(nn.Module):
+    """Forces too, (B, 1 + 12), as derivatives that the network takes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energies = Pairs()
+
+    @torch.enable_grad()
+    def forward(self, r: Tensor) -> Tensor:
+        r = r if r.requires_grad else r.detach().requires_grad_()
+        energies = self.energies(r)
+        (slopes,) = torch.autograd.grad(energies.sum(), r, create_graph=True)
+        return torch.cat([energies, -slopes.flatten(1)], 1)
+
+
+def rows_of(model: nn.Module, r: Tensor) -> Tensor:
+    """The Jacobian (B, C, P) by one backward pass for each output: `torch.func` refuses such a network."""
+    weights, outputs = list(model.parameters()), model(r)
+    rows = [torch.autograd.grad(one, weights, retain_graph=True, materialize_grads=True) for one in outputs.flatten()]
+    return torch.stack([torch.cat([grad.flatten() for grad in row]) for row in rows]).reshape(*outputs.shape, -1)
+
+
+def test_a_fit_to_energies_and_forces_with_a_noise_for_each():
+    torch.manual_seed(0)
+    r, model = structures(12), EnergiesAndForces().eval()
+    y = model(r).detach() + 0.1 * torch.randn(12, 13).double()
+    noise = torch.tensor([0.01] + 12 * [0.04]).double()
+    likelihood = lw.Gaussian(noise.tolist())
+    posterior = lw.fit(model, (r, y), lw.Full(), prior_precision=2.0, likelihood=likelihood)
+    j, new = rows_of(model, r), structures(3)
+    covariance = (torch.einsum("bcp,c,bcq->pq", j, 1 / noise, j) + 2 * torch.eye(j.shape[-1])).inverse()
+    j = rows_of(model, new)
+    expected = torch.einsum("bcp,pq,bdq->bcd", j, covariance, j)
+    torch.testing.assert_close(posterior.latent(new).covariance, expected, rtol=1e-7, atol=1e-12)
+
+    inputs = lambda positions, atoms: positions[None]  # noqa: E731
+    atoms = atoms_with(LaplaceCalculator(posterior, inputs, UNIT, SHIFT, output=0))
+    std = UNIT * expected[1].diagonal().sqrt()
+    assert atoms.calc.get_property("energy_std", atoms) == pytest.approx(float(std[0]), rel=1e-6)
+    np.testing.assert_allclose(atoms.calc.get_property("forces_std", atoms).ravel(), std[1:], rtol=1e-6)
+    np.testing.assert_allclose(atoms.get_forces(), UNIT * model(new)[1, 1:].detach().reshape(4, 3), rtol=1e-9)
+
+
 def test_networks_of_several_outputs_are_refused():
     posterior = lw.fit(Pairs(2).eval(), (structures(9), torch.randn(9, 2).double()), prior_precision=1.0, tune=None)
     with pytest.raises(lw.LapwingError, match=r"of energies \(one output\), not .* Write LaplaceCalculator\("):
         LaplaceCalculator(posterior, lambda positions, atoms: positions[None])
+    with pytest.raises(lw.LapwingError, match="output=0 if the first of several outputs is the energy"):
+        LaplaceCalculator(posterior, lambda positions, atoms: positions[None], output=2)
     with pytest.raises(lw.LapwingError, match="needs a posterior"):
         LaplaceCalculator(Pairs(), lambda positions, atoms: positions[None])
 
