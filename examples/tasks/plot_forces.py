@@ -54,8 +54,8 @@ def structures(count):
 # Sixty structures train the network, on energies and forces. ``lw.fit`` gets their energies only.
 
 
-def fitted(seed):
-    """Returns the posterior of a network in units of the standard deviation of energies, and that unit."""
+def trained(seed):
+    """Returns a network in units of the standard deviation of energies, its data, and twenty more structures."""
     torch.manual_seed(seed)
     train = structures(60)
     mean, unit = energies(train).mean(), energies(train).std()
@@ -69,7 +69,8 @@ def fitted(seed):
         error.backward()
         optimiser.step()
         schedule.step()
-    return lw.fit(model.eval(), (train, y)), unit
+    held_out = structures(20)
+    return model.eval(), (train, y, slopes), (held_out, forces(energies, held_out).detach() / unit), unit
 
 
 # %%
@@ -78,27 +79,38 @@ def fitted(seed):
 # ``lw.scale_factor(posterior, held_out, of=forces)`` compares the errors of forces in twenty held-out structures with
 # their standard deviations. ``posterior.of(..., via=way)`` multiplies the variances by its factor.
 #
-# In a simulation, ``lapwing.integrations.ase.LaplaceCalculator`` gives energies, forces and their errors to ASE.
+# In a simulation, ``lapwing.integrations.ase.LaplaceCalculator`` gives energies, forces, the stress of a cell, and the
+# errors of all three to ASE.
 
 
-def errors(posterior, unit, via):
+def errors(posterior, unit, via, of):
     """Returns the errors of the forces of a hundred new structures and their standard deviations, in this unit."""
     torch.manual_seed(100)
     new = structures(100)
-    found = [posterior.of(lambda f, part=part: forces(f, part), via=via) for part in new.split(20)]
+    found = [posterior.of(lambda f, part=part: of(f, part), via=via) for part in new.split(20)]
     mean, std = (torch.cat([getattr(one, name) for one in found]) for name in ("mean", "std"))
     return mean - forces(energies, new).detach() / unit, std
 
 
-print("seed  factor  inside 90 %: before, after  std of error/std: before, after")
-for seed in range(5):
-    posterior, unit = fitted(seed)
-    held_out = structures(20)
-    way = lw.scale_factor(posterior, (held_out, forces(energies, held_out).detach() / unit), of=forces)
-    before, after = errors(posterior, unit, None), errors(posterior, unit, way)
+def judged(seed, posterior, held_out, unit, of):
+    """Prints a line, and returns the errors without and with the factor."""
+    way = lw.scale_factor(posterior, held_out, of=of)
+    before, after = errors(posterior, unit, None, of), errors(posterior, unit, way, of)
     inside = [float((error.abs() < 1.645 * std).double().mean()) for error, std in (before, after)]
     ratio = [float((error / std).std()) for error, std in (before, after)]
-    print(f"{seed}     {way.factor:5.1f}   {inside[0]:.2f}, {inside[1]:.2f}     {ratio[0]:.2f}, {ratio[1]:.2f}")
+    nll = -float(torch.distributions.Normal(0, after[1]).log_prob(after[0]).mean())
+    print(
+        f"{seed}     {way.factor:5.1f}   {inside[0]:.2f}, {inside[1]:.2f}     "
+        f"{ratio[0]:.2f}, {ratio[1]:.2f}                     {nll:.2f}"
+    )
+    return before, after
+
+
+HEADING = "seed  factor  inside 90 %: before, after  std of error/std: before, after  NLL: after"
+networks = [trained(seed) for seed in range(5)]
+print(HEADING)
+for seed, (model, (train, y, _), held_out, unit) in enumerate(networks):
+    before, after = judged(seed, lw.fit(model, (train, y)), held_out, unit, forces)
 
 # %%
 # The errors of the last network. Dashed lines are 90 % intervals.
@@ -113,10 +125,42 @@ axes[0].set_ylabel("error of a force")
 plt.show()
 
 # %%
+# A fit to energies and forces
+# ----------------------------
+# A network may take derivatives itself, and return energies and forces: nine outputs here. ``lw.fit`` estimates a noise
+# variance for each output; ``lw.Gaussian(noise_variance=[...])`` sets them. Without the factor, standard deviations of
+# forces are 2 to 8 times too small. With it, the NLL of forces is .01 to .08 nats lower in each of five seeds than by
+# the fit to energies.
+#
+# ``LaplaceCalculator(posterior, inputs, output=0)`` reads the energy of such a posterior.
+
+
+class EnergiesAndForces(nn.Module):
+    """Energies and forces of a network of energies, (B, 1 + 8)."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    @torch.enable_grad()
+    def forward(self, positions):
+        """Returns energies in the first column, then the forces."""
+        return torch.cat([self.network(positions), forces(self.network, positions).flatten(1)], 1)
+
+
+print(HEADING)
+for seed, (model, (train, y, slopes), held_out, unit) in enumerate(networks):
+    posterior = lw.fit(EnergiesAndForces(model), (train, torch.cat([y, slopes.flatten(1)], 1)))
+    judged(seed, posterior, held_out, unit, lambda f, positions: f(positions)[:, 1:].reshape(-1, 4, 2))
+
+# %%
 # When not to
 # -----------
 #
 # - **Potentials for a simulation.** metatrain has last-layer errors within a whole framework of atomistic models.
 # - **Structures of another kind.** One factor is right on average over structures like those that set it. Structures in
 #   which atoms come much closer than in training have larger errors than any such factor can tell.
+# - **Forces in the fit of a large network.** lapwing recognises no layer of a network that takes derivatives itself. So
+#   ``lw.KFAC()`` ignores the covariances of its weights, and warns. Here the NLL of the forces is then .03 to .99 nats
+#   higher than with ``lw.KFAC()`` and energies alone.
 # - **Held-out forces with noise of their own.** The factor counts that noise as an error of the network.
