@@ -42,7 +42,7 @@ WITH_EXAMPLES = [
 SLOW_EXAMPLES = {"lapwing.deployment", "lapwing.evaluation.sensitivity"}
 PYTHON = re.compile(r"(?:<!-- needs ([\w. ]+) -->\s+)?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FOR_MAINTAINERS = "extending", "file-format", "how-it-works", "width"
-MOST_WORDS, MOST_FOR_USERS = 25_000, 20_100
+MOST_WORDS, MOST_FOR_USERS = 25_000, 20_200
 """Ceilings on the words of all guides, and of those for users."""
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
