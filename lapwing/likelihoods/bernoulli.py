@@ -172,7 +172,7 @@ class BernoulliPrediction(DiscretePrediction):
         check_argument("mutual_information", "nodes", nodes, at_least(16), "48")
         draws = self.latent.draws
         if draws is None:
-            information = quadrature.information(self.latent.mean, self.latent.variance, nodes, both=True)
+            information = quadrature.information(self.latent.mean, self.latent.variance, nodes)
         else:
             wide = doubled(draws)  # (S, B, C)
             odds = F.logsigmoid(wide).logsumexp(0) - F.logsigmoid(-wide).logsumexp(0)

@@ -19,7 +19,7 @@ from ..linalg import check_draws, doubled, possible, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from . import quadrature
 from .base import Integrals, Likelihood
-from .classwise import CLASS_NODES, CLASSES, contrasts
+from .classwise import CLASSES, information
 from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, at_least_float32, draw_chunks
 from .logits import LogitLikelihood
 from .predictions import PSEUDO_WEIGHT, DiscretePrediction
@@ -249,7 +249,7 @@ class ClassPrediction(DiscretePrediction):
         Cost: O(B C) and two products with the covariance, or O(draws B C).
         """
         if draws is None and self.latent.draws is None and not self.some and self.log_probs.shape[1] <= CLASSES:
-            return quadrature.information(*contrasts(self.latent), CLASS_NODES).to(self.log_probs)
+            return information(self.latent).to(self.log_probs)
         draws = 512 if draws is None else draws
         check_draws("mutual_information", "draws", draws)
         total, entropies, count = None, torch.zeros((), dtype=torch.float64), 0
@@ -260,8 +260,8 @@ class ClassPrediction(DiscretePrediction):
             entropies = entropies + _entropy(logs).sum(0)
             count += len(chunk)
         assert total is not None
-        information = _entropy(total - math.log(count)) - entropies / count
-        return information.clamp_min(0.0).to(self.log_probs)
+        drawn = _entropy(total - math.log(count)) - entropies / count
+        return drawn.clamp_min(0.0).to(self.log_probs)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the label of each input, (B,); 0 for labels that do not count.

@@ -29,17 +29,25 @@ CLASSES = 100
 CLASS_NODES = 24
 """Nodes of the mutual information and of the search for κ."""
 
-_STEEPEST = 8.0  # largest 1/scale of the probit approximation in the search for κ
+_STEEPEST = 8.0  # largest 1/scale of the probit approximation at which the search for κ has a = 1
 _IMPOSSIBLE = -1e30  # logit of an impossible class
 
 
 def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
     """Returns the means and variances (B, C) of g, in float64."""
     odds, variance, shift, scale = _expansion(latent)
-    less = (_STEEPEST * scale).clamp_max(1.0)  # at larger S only ratios matter, and Newton's steps become too long
-    parts = less * odds, less.square() * variance, less.square() * shift, (0.5 * scale).clamp_min(0.5 / _STEEPEST)
-    share = quadrature.in_chunks(_share, CLASS_NODES, *parts)
-    return torch.addcmul(odds, less * share, shift, value=-1.0), variance
+    share = quadrature.in_chunks(lambda *some: _solved(*some)[0], CLASS_NODES, odds, variance, shift, scale)
+    return torch.addcmul(odds, share, shift, value=-1.0), variance
+
+
+def information(latent: AnyLatent) -> Tensor:
+    """Returns the mutual information of label and logits in nats, (B,)."""
+
+    def of(odds: Tensor, variance: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        _, g, weights = _solved(odds, variance, shift, scale)
+        return quadrature.information_at(g.unsqueeze(1), weights, variance)
+
+    return quadrature.in_chunks(of, CLASS_NODES, *_expansion(latent))
 
 
 def _expansion(latent: AnyLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,18 +79,26 @@ def _expansion(latent: AnyLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return odds, variance, shift, scale
 
 
-def _share(odds: Tensor, variance: Tensor, shift: Tensor, start: Tensor) -> Tensor:
-    """Returns κ (B, 1) between 0 and 1, by two steps of Newton's method for `Σ_c E[σ(g_c)] = 1`."""
-    f, log_weights = quadrature.rule(torch.addcmul(odds, start, shift, value=-1.0), variance, 0.0, CLASS_NODES)
-    weights = log_weights.exp()
-    slopes = weights * shift[..., None]
+def _solved(odds: Tensor, variance: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns κ (B, 1) >= 0 with `Σ_c E[σ(a g_c)] = 1`, by two steps of Newton's method, and nodes of g and weights.
 
-    def stepped(share: Tensor, f: Tensor) -> Tensor:
-        sigmoids = torch.sigmoid(f)  # (B, C, nodes)
+    a is 1, or less at large S: then only ratios matter, and Newton's steps would become too long.
+    """
+    start, slope = 0.5 * scale, (_STEEPEST * scale).clamp_max(1.0)
+    g, log_weights = quadrature.rule(torch.addcmul(odds, start, shift, value=-1.0), variance, 0.0, CLASS_NODES)
+    weights = log_weights.exp()
+    slopes = weights * (slope * shift)[..., None]
+
+    def at(share: Tensor) -> Tensor:  # another κ moves the nodes by its difference times -t_c
+        return torch.addcmul(g, (start - share)[..., None], shift[..., None])
+
+    def stepped(share: Tensor, g: Tensor) -> Tensor:
+        sigmoids = torch.sigmoid(slope[..., None] * g)  # (B, C, nodes)
         excess = torch.einsum("bck,bck->b", weights, sigmoids)[:, None] - 1.0
         falls = torch.addcmul(sigmoids, sigmoids, sigmoids, value=-1.0)  # σ (1 - σ)
-        slope = torch.einsum("bck,bck->b", slopes, falls)[:, None].clamp_min(1e-12)
-        return torch.addcdiv(share, excess, slope).clamp(0.0, 1.0)
+        fall = torch.einsum("bck,bck->b", slopes, falls)[:, None].clamp_min(1e-12)
+        return torch.minimum(torch.addcdiv(share, excess, fall).clamp_min(0.0), slope)
 
-    share = stepped(start, f)  # nodes at the first κ; another κ moves them by its difference times -t_c
-    return stepped(share, torch.addcmul(f, (start - share)[..., None], shift[..., None]))
+    share = stepped(start, g)
+    share = stepped(share, at(share))
+    return share, at(share), weights

@@ -72,24 +72,30 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     return torch.addcmul(mean, std, z), weights
 
 
-def information(mean: Tensor, variance: Tensor, nodes: int = NODES, both: bool = False) -> Tensor:
-    """Returns `Σ_c E[σ log(σ/p)]` with `p = E[σ(f)]` in nats, (B,), for f (B, C): the part of yes in an information.
+def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
+    """Returns the information `Σ_c E[σ log(σ/p) + (1 - σ) log((1 - σ)/(1 - p))]` of answers yes or no, (B,), in nats.
 
-    `both` adds the part of no, with σ(-f). The result is never negative, and 0 at a variance of 0: the integrand is
-    `p [r log r - (r - 1)]` with `r = σ/p`.
+    p is E[σ(f)], for f (B, C).
     """
 
     def of(mean: Tensor, variance: Tensor) -> Tensor:
         f, log_weights = rule(mean, variance, 0.0, nodes)
-        weights = log_weights.exp().unsqueeze(1)
-        sigmoids = torch.sigmoid(torch.stack([f, -f], 1) if both else f.unsqueeze(1))  # (B, answers, C, nodes)
-        p = (weights * sigmoids).sum(-1, keepdim=True)
-        ratio = (sigmoids / p.clamp_min(1e-30)).clamp_min(1e-12)  # for derivatives; ONNX has constants in float32
-        values = torch.xlogy(ratio, ratio) - (ratio - 1.0)
-        weights = weights * (p * (variance / (variance + LEAST_VARIANCE))[:, None, :, None])
-        return torch.einsum("back,back->b", weights, values)
+        return information_at(torch.stack([f, -f], 1), log_weights.exp(), variance)
 
-    return in_chunks(of, 2 * nodes if both else nodes, mean, variance)
+    return in_chunks(of, 2 * nodes, mean, variance)
+
+
+def information_at(f: Tensor, weights: Tensor, variance: Tensor) -> Tensor:
+    """Returns `Σ_c E[σ log(σ/p)]`, summed over answers, (B,), for nodes f (B, answers, C, n) and weights (B, C, n).
+
+    The result is never negative, and 0 at a variance of 0: the integrand is `p [r log r - (r - 1)]` with `r = σ/p`.
+    """
+    sigmoids, weights = torch.sigmoid(f), weights.unsqueeze(1)
+    p = (weights * sigmoids).sum(-1, keepdim=True)
+    ratio = (sigmoids / p.clamp_min(1e-30)).clamp_min(1e-12)  # for derivatives; ONNX has constants in float32
+    values = torch.xlogy(ratio, ratio) - (ratio - 1.0)
+    weights = weights * (p * (variance / (variance + LEAST_VARIANCE))[:, None, :, None])
+    return torch.einsum("back,back->b", weights, values)
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
