@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
+from lapwing.covariance.base import split_blocks
+from lapwing.data.samples import Samples
+from lapwing.methods import Batch
 from lapwing.methods import problem as problem_module
+from lapwing.methods.sampled_lla.linearised_mode import LENGTHS, LinearisedMode
 from lapwing.methods.sampled_lla.system import NOISE_STREAM as DATA
 from lapwing.methods.sampled_lla.system import generator_at, prior_noise
 from tests import oracle
@@ -297,18 +302,50 @@ def test_without_em():
     assert len(fitted.history["iterations"]) == 1
 
 
-def linearised_mode(problem: Setup, delta: float) -> Tensor:
-    """Returns the mode (P,) of the linearised model's log joint, by damped Newton steps."""
-    m = torch.zeros_like(problem.theta)
+def log_joint(problem: Setup, delta: float) -> Callable[[Tensor], Tensor]:
+    """Returns the log joint of the linearised model, as a function of θ - θ̂ (P,)."""
+    outputs, jacobian = problem.f, problem.J  # computed here, and not while a derivative is taken
 
     def joint(m: Tensor) -> Tensor:
-        f = problem.f + torch.einsum("ncp,p->nc", problem.J, m)
+        f = outputs + torch.einsum("ncp,p->nc", jacobian, m)
         if problem.case.classification:
             fit = oracle.categorical_log_likelihood(f, problem.y)
         else:
             fit = oracle.gaussian_log_likelihood(f, problem.y, NOISE)
         return fit - delta / 2 * (problem.theta + m).square().sum()
 
+    return joint
+
+
+@pytest.mark.parametrize("delta", [0.5, 20.0])
+@pytest.mark.parametrize("factor", [-0.5, 1.0, 3.0, 12.0])
+def test_the_search_along_a_step_finds_the_highest_log_joint(factor, delta):
+    problem, zero = setup("mlp", samples=40), torch.zeros(1, dtype=torch.float64)
+    tangent, joint = problem.tangent, log_joint(problem, delta)
+    prior_mean = SimpleNamespace(mean=dict.fromkeys(tangent.named_blocks, zero))
+    start = torch.zeros_like(problem.theta)
+    step = factor * torch.linalg.solve(-torch.func.hessian(joint)(start), torch.func.grad(joint)(start))
+    fit: Any = SimpleNamespace(
+        tangent=tangent, likelihood=problem.likelihood, prior=prior_mean,
+        zeros=lambda *shape, dtype=torch.float64: torch.zeros(shape, dtype=dtype),
+    )  # fmt: skip
+    system: Any = SimpleNamespace(scale=1.0, prior=lambda: dict.fromkeys(tangent.named_blocks, zero + delta))
+    mode = LinearisedMode(fit, wanted=True)
+    search = mode.advance(system, None, split_blocks(tangent.blocks, step[None]))
+    along = next(search)
+    state = along.init()
+    along.update(state, Batch.of(tangent, Samples.of((problem.x, problem.y))))
+    with pytest.raises(StopIteration):
+        search.send(state)
+    best = max((0.0, *LENGTHS), key=lambda length: float(joint(length * step)))
+    close(together(mode.offset)[0], best * step)
+    assert best == 0 if factor < 0 else best > 0
+    assert factor < 2 or best < 1
+
+
+def linearised_mode(problem: Setup, delta: float) -> Tensor:
+    """Returns the mode (P,) of the linearised model's log joint, by damped Newton steps."""
+    m, joint = torch.zeros_like(problem.theta), log_joint(problem, delta)
     for _ in range(50):
         gradient = torch.func.grad(joint)(m)
         step = torch.linalg.solve(-torch.func.hessian(joint)(m), gradient)
