@@ -29,9 +29,6 @@ from .eager import EagerMode, batching_quiet, swapped
 from .module_state import PreservedState
 from .positions import Positions
 
-BATCHED_BACKWARD = 2**24
-"""Maximum number of gradient entries for one batched backward pass. Above it cotangents go back one by one."""
-
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """Functions that compute gradients within a forward pass. Outputs may then depend on weights through gradients."""
 
@@ -283,39 +280,24 @@ def _backward(
         eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
         u = eye.unsqueeze(1).expand(-1, *outputs.shape)
     u, count = u.to(outputs), len(u)
-    if not outputs.requires_grad:
+    if not (count and outputs.requires_grad):
         return [use.out.new_zeros(count, *use.out.shape) for use in noted]
-    edges, parts = [use.edge for use in noted], None
     options = {"retain_graph": True, "create_graph": differentiable, "allow_unused": True}
-    step = min(count, BATCHED_BACKWARD // max(1, sum(use.out.numel() for use in noted)))
-    if batched and step > 1:
-        with batching_quiet(), contextlib.suppress(RuntimeError):  # an operation that cannot be batched
-            parts = _in_steps(outputs, edges, u.contiguous(), options, step)
-    grads = _in_steps(outputs, edges, u, options, 1) if parts is None else parts
-    return [use.out.new_zeros(count, *use.out.shape) if g is None else g for g, use in zip(grads, noted, strict=True)]
-
-
-def _in_steps(
-    outputs: Tensor, edges: list[GradientEdge], u: Tensor, options: dict[str, bool], step: int
-) -> list[Tensor | None]:
-    """Computes the gradients of some cotangents at a time. `is_grads_batched` would run each convolution R times."""
-    joined: list[Tensor | None] = [None] * len(edges)
-    reached: list[int] = []
+    edges, reached, rows = [use.edge for use in noted], list[int](), None
 
     def back(row: Tensor) -> list[Tensor]:
         parts = torch.autograd.grad(outputs, edges, row, **options)
         reached[:] = [i for i, part in enumerate(parts) if part is not None]
         return [parts[i] for i in reached]
 
-    for start in range(0, len(u), step):
-        rows = u[start : start + step]
-        found = torch.func.vmap(back)(rows) if len(rows) > 1 else [part.unsqueeze(0) for part in back(rows[0])]
-        for i, part in zip(reached, found, strict=True):
-            if step >= len(u):
-                joined[i] = part
-                continue
-            whole = joined[i]
-            if whole is None:
-                whole = joined[i] = part.new_empty(part.shape[1], len(u), *part.shape[2:]).transpose(0, 1)
-            whole[start : start + step] = part
-    return joined
+    if batched and count > 1:  # `is_grads_batched` of autograd would run each convolution R times
+        with batching_quiet(), contextlib.suppress(RuntimeError):  # an operation that cannot be batched
+            rows = torch.func.vmap(back)(u.contiguous())
+    if rows is None:
+        first = back(u[0])
+        rows = [g.new_empty(len(g), count, *g.shape[1:]).transpose(0, 1) if count > 1 else g[None] for g in first]
+        for n in range(count if count > 1 else 0):
+            for whole, part in zip(rows, back(u[n]) if n else first, strict=True):
+                whole[n] = part
+    found = dict(zip(reached, rows, strict=True))
+    return [found[i] if i in found else use.out.new_zeros(count, *use.out.shape) for i, use in enumerate(noted)]
