@@ -81,7 +81,7 @@ class Predictions:
         scores: "mutual_information", "entropy", ... -> uncertainty of each held-out input (N,); empty without
             `foreign=`. A network alone has no mutual information.
         foreign: name of an out-of-distribution set -> score -> uncertainty of each of its inputs (M,).
-        p_values: likewise -> p-values of a detector with held-out data, and "" -> those of the held-out inputs.
+        p_values: likewise -> p-values of a detector with held-out data, and "" -> p-values of the held-out inputs.
     """
 
     log_prob: np.ndarray
@@ -299,8 +299,8 @@ def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
 def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) -> tuple[str, Evaluated, str] | None:
     """Returns the network with a temperature or noise variance from held-out data: the row's name, run and note.
 
-    The samples of odd number choose for those of even number, and conversely. Returns None for likelihoods without
-    temperature and noise variance, and for a single sample. `matrix` adds a map as of `calibration="matrix"`.
+    The samples of odd number choose for the samples of even number, and conversely. Returns None for likelihoods
+    without temperature and noise variance, and for a single sample. `matrix` adds a map as of `calibration="matrix"`.
     """
     if not network.rows or not network.values["sample"].any():
         return None

@@ -38,7 +38,7 @@ class CallRefused(LapwingError):
 
 
 def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, returned: Any, out: Any) -> LapwingError:
-    """Returns the error for a result that the network `returned`, whose outputs `out` are no rows of the samples."""
+    """Returns the error for a result that the network `returned`, whose outputs `out` are not rows of the samples."""
     name, samples = type(model).__name__, inputs.samples
     floats = isinstance(out, Tensor) and out.is_floating_point()
     if not floats or not 2 <= out.ndim <= 5 or (len(out) == samples and not out.numel()):

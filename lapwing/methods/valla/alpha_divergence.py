@@ -57,8 +57,8 @@ class AlphaDivergence(VallaFit):
         initial_noise_variance: σ² at the start, if it is open. None means the mean squared residual.
 
     Raises:
-        LapwingError: if an option is invalid, if `stop="first rise"` has no `validation`, if an initial value stands
-            beside a given one, if the objective diverges, or if the output covariances (B, C, C) of a batch exceed the
+        LapwingError: if an option is invalid, if `stop="first rise"` has no `validation`, if both a value and
+            its start are given, if the objective diverges, or if the output covariances (B, C, C) of a batch exceed the
             memory budget.
 
     Cost: a step needs C backward passes per sample and about six per inducing point, and O(M³); memory one chunk of

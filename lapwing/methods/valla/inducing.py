@@ -62,7 +62,7 @@ class DrawnOnce(Cotangents):
         return self._parts[-1]
 
     def take(self, rows: slice) -> Cotangents:
-        """Returns what was computed for some of the samples, or itself before."""
+        """Returns the computed cotangents of some samples, or itself if none were computed."""
         return GivenCotangents(torch.cat(self._parts)[rows]) if self._parts else self
 
 
