@@ -413,7 +413,8 @@ def _compare_with_autograd(
         differences.append((wanted if total is None else total - wanted).norm())
         sizes.append(wanted.norm())
         tolerances.append((3 * eps**0.5, 100 * eps * wanted.numel() ** 0.5))
-    norms = torch.stack([*differences, *sizes]).tolist() if truth else []  # one transfer from the device
+    every = [norm.to(differences[0].device) for norm in (*differences, *sizes)]  # layers may be on several devices
+    norms = torch.stack(every).tolist() if every else []  # one transfer from the device
     for name, difference, size, (relative, absolute) in zip(
         truth, norms, norms[len(truth) :], tolerances, strict=False
     ):
