@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -15,9 +14,6 @@ from torch import nn
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-NUMBER = re.compile(r"(?<![\w.=])-?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?!\w|\.\w)")
-"""A number in a message. Digits in names of parameters and in options of methods do not match."""
 
 
 class Displayed:
@@ -34,14 +30,14 @@ class Displayed:
 
 
 _SAID: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-"""Network -> its warnings without their numbers, each with a count of the writes to the weights."""
+"""Network -> its warnings, each with a count of the writes to the weights."""
 _CURRENT_NETWORK: ContextVar[nn.Module | None] = ContextVar("network", default=None)
 
 
 def warns_once(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Logs each warning of a function once for a network, until its weights change.
 
-    The first argument is the network, or has it as `model`. Warnings that differ only in their numbers are one.
+    The first argument is the network, or has it as `model`. A warning with other numbers is another one.
     """
 
     @functools.wraps(function)
@@ -63,7 +59,7 @@ def _is_new(record: logging.LogRecord) -> bool:
     if model is None or record.levelno != logging.WARNING:
         return True
     writes = sum(0 if weight.is_inference() else weight._version for weight in model.parameters())
-    said, entry = _SAID.setdefault(model, set()), (NUMBER.sub("", record.getMessage()), writes)
+    said, entry = _SAID.setdefault(model, set()), (record.getMessage(), writes)
     new = entry not in said
     said.add(entry)
     return new

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.display import NUMBER, warns_once
+from lapwing.display import warns_once
 
 X, LABELS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 
@@ -134,13 +134,24 @@ def test_warnings_without_a_network_and_other_levels_are_always_logged(caplog: p
     log = logging.getLogger("lapwing")
     with caplog.at_level(logging.INFO, "lapwing"):
         for model in (network(), None):
-            for number in (120, 2e-7):
+            for number in (120, 120, 2e-7):
                 warns_once(lambda model, number: log.warning("%g, here", number))(model, number)
                 warns_once(lambda model, number: log.info("%g, there", number))(model, number)
-    words = [message.partition(" ")[2] for message in caplog.messages]
-    assert words == ["here", "there", "there", "here", "there", "here", "there"]
+    of_network, of_none = caplog.messages[:5], caplog.messages[5:]
+    assert of_network == ["120, here", "120, there", "120, there", "2e-07, here", "2e-07, there"]
+    assert of_none == [f"{number:g}, {place}" for number in (120, 120, 2e-7) for place in ("here", "there")]
 
 
-def test_digits_of_names_and_options_are_no_numbers():
-    text = "ELLA(rank=20) on 0.weight and fc2.bias has 1,200 of 3e-05 and 15, 7 %."
-    assert NUMBER.sub("", text) == "ELLA(rank=20) on 0.weight and fc2.bias has  of  and ,  %."
+def test_a_second_mistake_is_warned_of_as_the_first_one(caplog: pytest.LogCaptureFixture):
+    """The texts differ only in their numbers. Silence would say that the second data are right."""
+    model, y = network(), X[:, :3]
+
+    def warnings(rows: int, shift: float) -> list[str]:
+        caplog.clear()
+        lw.fit(model, (X[20:], y[20:] + shift), validation=(X[:rows], y[:rows] + shift))
+        return [message for message in caplog.messages if "too few" in message or "worse than their mean" in message]
+
+    for rows, shift in ((5, 50.0), (12, 50.0), (12, 80.0)):
+        before, after = warnings(rows, shift), warnings(rows, shift)
+        assert before
+        assert not after

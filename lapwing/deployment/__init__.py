@@ -246,7 +246,7 @@ def _closed_link(likelihood: Likelihood, size: int, link: Link | None) -> Link:
     chosen = likelihood.choose_link(Latent(torch.ones(1, size), ()), link)
     if chosen.closed_form:
         return chosen
-    closed = [f"link={kind.__name__}()" for kind in likelihood.links if kind.closed_form]
+    closed = [f"link=lw.{kind.__name__}()" for kind in likelihood.links if kind.closed_form]
     raise LapwingError(
         f"The link {shown(chosen)} of the {likelihood.name} likelihood has no closed form. "
         + (f"Pass {' or '.join(closed)}, or write" if closed else "Write")

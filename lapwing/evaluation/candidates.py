@@ -43,8 +43,8 @@ class Row:
     columns: Columns = ()
 
 
-def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, Row], str]:
-    """Returns the rows, and the name of the network alone.
+def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, Row], str, list[str]]:
+    """Returns the rows, the name of the network alone, and a note on its likelihood if the candidates have several.
 
     The network alone is the first candidate that is a network. If there is none, the network of most posteriors is
     added as the first row.
@@ -74,7 +74,13 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
             posterior = posteriors_in(one)[0]
             tangent = posterior.tangent
             rows[name] = Row(partial(one.predict, via=way), tangent.outputs_of, tangent.device, None, posterior.columns)
-    return rows, base
+    networks = {*models, *(id(candidate) for candidate in posteriors.values() if isinstance(candidate, nn.Module))}
+    if main is None or len(networks) == len({repr(_with_noise(posterior)) for posterior in fitted}) == 1:
+        return rows, base, []
+    owner = min((len(found), name) for name, one in posteriors.items() if main in (found := posteriors_in(one)))
+    what = ("a member of " if owner[0] > 1 else "") + f'"{owner[1]}"'
+    has = "likelihood" if base in posteriors else "network and the likelihood"
+    return rows, base, [f"Rows of a network alone have the {has} of {what}."]
 
 
 def posteriors_in(candidate: Candidate) -> tuple[Posterior, ...]:

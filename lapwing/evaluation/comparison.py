@@ -183,7 +183,7 @@ def compare(
     number from held-out data, the logit temperature ("temperature scaling") or the noise variance ("held-out noise").
     If a posterior has a map of its logits, there is a third row, "matrix scaling". The samples of even number choose
     for the others, and conversely. The network itself predicts with the mean squared training residual as
-    noise variance, unless σ² was given.
+    noise variance, unless σ² was given. A note names its posterior if there are several networks or likelihoods.
 
     Classes: accuracy, negative log likelihood (NLL), expected calibration error (ECE, 15 bins), Brier score and area
     under the risk-coverage curve (AURC). Bernoulli outputs are two classes each, pooled, and "ECE c" is the error of
@@ -234,11 +234,11 @@ def compare(
     fitted = [posterior for candidate in posteriors.values() for posterior in posteriors_in(candidate)]
     for posterior in fitted:
         data.check_keys(posterior.likelihood)
-    candidates, base = rows_of(posteriors, data)
+    candidates, base, notes = rows_of(posteriors, data)
     label = "mutual_information" if isinstance(score, Novelty) else score
     mapped = any(posterior.likelihood.logit_map for posterior in fitted)
     rows: dict[str, Evaluated] = {}
-    notes = ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
+    notes += ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
     for name, candidate in candidates.items():
         own = Data(loader, network, sample_weights, columns=candidate.columns)
         inputs = {key: as_inputs(ordered(value, own.columns), network) for key, value in sets.items()}
@@ -296,6 +296,11 @@ def _table(rows: dict[str, Evaluated], notes: list[str], sets: dict[str, Any]) -
     numbers = {name: row.numbers for name, row in rows.items()}
     columns = tuple(dict.fromkeys(column for row in sorted(numbers.values(), key=len, reverse=True) for column in row))
     first = next(iter(rows))
+    for name, row in numbers.items():
+        if missing := [column for column in columns if column in MEANS and column not in row]:
+            raise LapwingError(
+                f'The row "{name}" has no {missing[0]}, as others have. Compare labels and real values in two tables.'
+            )
     errors = {
         name: {c: row.error(c, rows[first] if name != first else None) for c in columns if c in MEANS}
         for name, row in rows.items()

@@ -109,7 +109,8 @@ class SWAG:
             progress: whether to show a bar; None shows one on a terminal.
 
         Returns:
-            An immutable posterior. It has no prior (`prior_precision` is None) and no evidence.
+            An immutable posterior without a prior or an evidence. `lw.Validation(held_out).tune(posterior)` chooses the
+            logit temperature or the noise variance, and `lw.scale_factor(posterior, held_out)` a factor of Σ.
 
         Raises:
             LapwingError: if there are fewer than two snapshots, or if the input is invalid.

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import lapwing as lw
 
 from ..data.inputs import Inputs
-from ..display import NUMBER
 from ..errors import LapwingError, extra, shown
 from ..network.call import Call, output_tensor
 from ..options import INT64_LIMIT, check_argument, integer, number
@@ -40,7 +39,7 @@ _ADVISED: set[str] = set()
 def _in_own_words(record: logging.LogRecord) -> bool:
     """A logging filter during `lw.fit`: an estimator holds data out by its own option, advised once a process."""
     text = re.sub(r"lw\.fit\(model, loader, validation=held_out\)|validation=held_out", OPTION, record.getMessage())
-    record.msg, record.args, advice = text, (), NUMBER.sub("", text)
+    record.msg, record.args, advice = text, (), re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "", text)
     new = OPTION not in text or advice not in _ADVISED
     _ADVISED.add(advice)
     return new

@@ -21,7 +21,7 @@ from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
 from ..options import Options
-from .links import Link, SampledLink, at_least_float32
+from .links import ExactLink, Link, SampledLink, at_least_float32
 from .predictions import P
 from .quadrature import weighted_log_power_mean
 
@@ -349,10 +349,9 @@ class Likelihood(Options, ABC, Generic[P]):
     def _refusal(self, what: str, link: object, accepted: Iterable[type[Link]]) -> LapwingError:
         """Returns the error for a link that is not one of those accepted."""
         wrong = f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else shown(link)
-        names = " or ".join(f"{kind.__name__}()" for kind in accepted)
-        return LapwingError(
-            f"The {self.name} likelihood cannot {what} with link={wrong}. Write link={names}, or leave link=None."
-        )
+        names = " or ".join(f"lw.{kind.__name__}()" for kind in accepted if kind is not ExactLink)
+        remedy = f"Write link={names}, or leave link=None." if names else "Leave link=None."
+        return LapwingError(f"The {self.name} likelihood cannot {what} with link={wrong}. {remedy}")
 
 
 class NoiselessLikelihood(Likelihood[P]):

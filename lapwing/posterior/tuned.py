@@ -159,10 +159,10 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
     if posterior.covariance.has_rounding_noise():
         log.log(
             logging.WARNING if posterior.prior.fixed else logging.INFO,  # a tuning scored these very variances
-            "The prior precision %.3g is too weak for the digits of %s: variances of %s in directions of least "
+            "The prior precision is too weak for the digits of %s: variances of %s in directions of least "
             "curvature are rounding noise. Pass a larger prior_precision=, or fit the network in float64 with "
             "model.double().",
-            posterior.prior.precision.min().item(), posterior.tangent.dtype, posterior.method,
+            posterior.tangent.dtype, posterior.method,
         )  # fmt: skip
     return posterior
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..covariance import AnyLatent
 from ..errors import LapwingError
-from ..likelihoods import Link
+from ..likelihoods import Likelihood, Link
 from .linearized import DefaultWay, Linearized
 from .way import Way
 
@@ -32,15 +33,16 @@ class Aim:
         """The way, unless it is linearised: one contraction gives the linearised latents of many candidates."""
         return None if self.via == Linearized() else self.via
 
-    def link_for(self, via: Way | None, link: Link | None, default: Callable[[], Link]) -> Link | None:
-        """Returns the link of a prediction; warns if its way or its link is not the one that the data chose for."""
+    def link_for(self, via: Way | None, link: Link | None, likelihood: Likelihood, latent: AnyLatent) -> Link | None:
+        """Returns the link of a prediction, if it fits; warns if its way or link is not what the data chose for."""
         mine, other = self.via or DefaultWay(), via or self.via or DefaultWay()
         if other.tuned_as not in (None, mine.tuned_as):
-            _warn("via", via)
+            _warn("via", via, likelihood)
         if other.tuned_as != mine.tuned_as:
             return link
-        if link is not None and type(link) is not type(self.link or default()):
-            _warn("link", link)
+        chosen, default = likelihood.choose_link(latent, link), self.link or likelihood.choose_link(latent, None)
+        if link is not None and type(chosen) is not type(default):
+            _warn("link", link, likelihood)
         return link or self.link
 
     def to_json(self) -> list[Any]:
@@ -69,9 +71,9 @@ def _family(kind: Any) -> Iterator[Any]:
         yield from _family(sub)
 
 
-def _warn(name: str, given: object) -> None:
+def _warn(name: str, given: object, likelihood: Likelihood) -> None:
+    line = f"Write lw.fit(model, loader, tune=lw.Validation(held_out, {name}=lw.{given!r}))."
     log.warning(
         "Held-out data chose the numbers of this posterior for other predictions than %s=lw.%r, which may need another "
-        "prior precision. Write lw.fit(model, loader, tune=lw.Validation(held_out, %s=lw.%r)).",
-        name, given, name, given,
+        "prior precision. %s", name, given, f"Leave {name}= out." if likelihood.head_numbers else line,
     )  # fmt: skip

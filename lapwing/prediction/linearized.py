@@ -91,18 +91,16 @@ class Linearized(Way):
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian, with covariances (B, C, B, C) if joint."""
+        if tangent.positions.several and inputs.spreads:
+            raise LapwingError(
+                "The outputs have positions, and this way has no uncertain inputs. Pass via=lw.MonteCarlo(draws=50)."
+            )
         if self.draws is not None:
             return self._of_draws(tangent, covariance, inputs, joint)
         if tangent.positions.several:
             if self.outputs is not None:
                 raise LapwingError(
-                    f"The outputs have positions, and {self} cannot select outputs of them. Pass via=lw.Linearized(), "
-                    "or via=lw.Linearized(draws=64) for very many outputs."
-                )
-            if inputs.spreads:
-                raise LapwingError(
-                    "The outputs have positions, and uncertain inputs are not supported for them. Pass "
-                    "via=lw.MonteCarlo(draws=50), which draws the inputs too."
+                    f"{self} cannot select outputs at positions. Pass via=lw.Linearized(), or draws=64 for very many."
                 )
             return _at_positions(tangent, covariance, tangent.check(inputs))
         selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)

@@ -153,7 +153,7 @@ def _best_point(
         exponent = exponent if at_noise is None else _pulled(exponent, trained, scores[which, at])
         spread = scores[which, at, places[which, at]] - scores[which, -1, places[which, at]]
         if best.logit_temperature is not None and float(spread.abs().mean()) < PLATEAU:
-            _warn_of_no_spread(best, exponent)
+            _warn_of_no_spread(best)
         elif at in (0, len(exponents) - 1) and at_noise is None and aim.other_way is None:
             _warn_of_edge(best, exponents, row, at, exponent)
     if tops is not None:
@@ -266,13 +266,12 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
         )  # fmt: skip
 
 
-def _warn_of_no_spread(best: Posterior, exponent: float) -> None:
+def _warn_of_no_spread(best: Posterior) -> None:
     """Warns that the posterior of a classifier is the network alone, and says how to get one with spread."""
     log.warning(
-        "Validation of %s chose a prior precision of %.3g, which leaves no uncertainty of the weights: the mutual "
-        "information is rounding noise, and only the confidence of the network ranks out-of-distribution inputs. "
-        "For a map of what the network does not know, make a second posterior: lw.fit(model, loader, lw.KFAC()).",
-        best.method, 10**exponent,
+        "Validation of %s chose a prior precision that leaves no uncertainty of the weights: the mutual information is "
+        "rounding noise, and only the confidence of the network ranks out-of-distribution inputs. For a map of what "
+        "the network does not know, make a second posterior: lw.fit(model, loader, lw.KFAC()).", best.method,
     )  # fmt: skip
 
 
@@ -311,7 +310,7 @@ def _sharpened(
     changes = (scores[:, place] - scores[last, place]).abs().mean(-1, dtype=torch.float64).tolist()
     at = next(i for i, change in enumerate(changes) if change <= (FAINT if tolerance else 0.0))
     if changes[at] < PLATEAU and at > 0:  # at = 0 is the widest spread, which is not switched off
-        _warn_of_no_spread(best, exponents[at])
+        _warn_of_no_spread(best)
     return at_precision(best, 10 ** exponents[at])
 
 

@@ -171,7 +171,7 @@ def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     if wanted.shape != found.shape:
         raise LapwingError(
             f"lw.scale_factor compares the variances of all outputs: to={to} has {tuple(wanted.shape)} of them, and "
-            f"via={via} {tuple(found.shape)}. Write to=lw.Linearized(), or to=lw.Linearized(draws=64) for very many."
+            f"via={via} {tuple(found.shape)}. Leave outputs= out of the two ways. Write draws=64 for very many outputs."
         )
     return Scaled(via, float(wanted.sum() / found.sum()) if found.any() else 1.0)  # 1 without any spread
 

@@ -213,7 +213,7 @@ class Validation(_OnHeldOutData):
         best = with_latent_factor(best, held_out, self._aim)
         if best is posterior:
             return posterior
-        best = _with_output_noise(best, held_out)
+        best = replace(_with_output_noise(best, held_out), method=replace(best.method, tuning=repr(self)))
         if self.calibration == "temperature":
             _warn_of_shift(best, held_out)
         log.info("Validation chose %r", best)

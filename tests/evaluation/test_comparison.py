@@ -127,6 +127,35 @@ def test_a_posterior_does_not_take_the_place_of_the_network(classes: Any) -> Non
     assert next(iter(lw.compare({"network": model, "K": posterior}, (x[:9], y[:9]), repeats=1).rows)) == "network"
 
 
+def test_a_note_names_the_posterior_of_the_network_alone(classes: Any) -> None:
+    model, posterior, x, y = classes
+    weighted = lw.fit(model, (x, y), likelihood=lw.Categorical(class_weights=(1.0, 2.0, 3.0)))
+    other = lw.fit(nn.Linear(4, 3).double().eval(), (x, y))
+
+    def notes(**posteriors: Any) -> list[str]:
+        found = lw.compare(posteriors, (x, y), repeats=1).notes
+        return [note for note in found if note.startswith("Rows of a network alone")]
+
+    both = "Rows of a network alone have the network and the likelihood of"
+    assert notes(a=posterior, b=weighted) == notes(a=posterior, b=other) == [f'{both} "a".']
+    assert notes(b=weighted, a=posterior) == notes(b=other, a=posterior) == [f'{both} "b".']
+    assert notes(mixed=lw.mixture([posterior, other])) == [f'{both} a member of "mixed".']
+    assert notes(mixed=lw.mixture([other, posterior]), a=posterior) == [f'{both} "a".']
+    assert notes(a=posterior, plain=other.model) == ['Rows of a network alone have the likelihood of "a".']
+    tuned = lw.fit(model, (x, y), validation=(x, y))
+    assert notes(a=posterior, b=tuned, c=model) == notes(a=model, b=other.model) == []
+
+
+def test_labels_and_real_values_are_not_in_one_table() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    one = lw.fit(nn.Linear(4, 1).eval(), (x, y.float()), likelihood="gaussian")
+    for kind in (None, lw.Ordinal()):
+        labels = lw.fit(nn.Linear(4, 3 if kind is None else 2).eval(), (x, y), likelihood=kind)
+        with pytest.raises(lw.LapwingError, match='The row "network" has no .* in two tables'):
+            lw.compare({"one": one, "labels": labels, "again": labels}, (x, y), repeats=1)
+
+
 def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None:
     _, posterior, x, y = classes
     shuffled = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 10, shuffle=True)

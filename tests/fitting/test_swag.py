@@ -208,6 +208,36 @@ def test_noise_variance_is_the_mean_squared_residual():
     assert posterior_of(problem, states, likelihood=lw.Gaussian(0.7)).noise_variance == 0.7
 
 
+@pytest.mark.parametrize("labels", [True, False])
+def test_held_out_data_tune_a_posterior_that_no_fit_made(labels):
+    """The lines of the docstrings. Logits 20 times too large, and residuals 20 times the trained ones."""
+    torch.manual_seed(0)
+    x, model = torch.randn(300, 3), nn.Linear(3, 2).eval()
+    with torch.no_grad():
+        y = (
+            torch.distributions.Categorical(logits=model(x)).sample()
+            if labels
+            else model(x) + 0.1 * torch.randn(300, 2)
+        )
+        model.weight.mul_(20 if labels else 1)
+        y[100:] = y[100:] if labels else y[100:] + 2 * torch.randn(200, 2)
+    collector = SWAG.collector(model, rank=2)
+    for state in wander(model, 3):
+        collector.add(state)
+    train, held_out, test = ((x[rows], y[rows]) for rows in (slice(100), slice(100, 200), slice(200, None)))
+    flat = lw.MeanField.from_variances(model, {"weight": torch.full((2, 3), 1e-4)}, train)
+    for posterior in (SWAG.from_snapshots(collector, train), flat):
+        tuned, way = lw.Validation(held_out).tune(posterior), lw.scale_factor(posterior, held_out)
+        before = posterior.predict(test[0]).log_prob(test[1]).mean()
+        assert tuned.predict(test[0]).log_prob(test[1]).mean() > before + 0.1
+        assert posterior.predict(test[0], via=way).log_prob(test[1]).mean() > before + 0.1
+        assert (tuned.tuned, posterior.tuned) == (True, False)
+        assert "tuned by Validation" in repr(tuned)
+    given = lw.fit(model, train, likelihood=None if labels else lw.Gaussian(0.1), prior_precision=1.0)
+    kept = lw.Validation(held_out, tempered=False).tune(given)
+    assert not kept.tuned
+
+
 def test_no_prior_and_no_evidence():
     problem = Setup(ZOO["mlp"], lw.everything)
     posterior = posterior_of(problem, wander(problem.model, 4))

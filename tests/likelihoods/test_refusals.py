@@ -140,9 +140,10 @@ REFUSED = [
     (lambda: fit(torch.full((9,), NAN), "heteroscedastic"), "lw.HeteroscedasticGaussian(missing=True)"),
     # links and draws
     (lambda: Categorical().predict(FakeDraws(torch.zeros(5, 4, 3)), Probit()),
-     "categorical … weight draws … link=Probit(scale='mean'). Write link=SampledLink()"),
+     "categorical … weight draws … link=Probit(scale='mean'). Write link=lw.SampledLink()"),
     (lambda: Categorical().predict(LATENT, ExactLink()),
-     "a Gaussian latent … LaplaceBridge() or Quadrature() or SampledLink()"),
+     "a Gaussian latent … lw.LaplaceBridge() or lw.Quadrature() or lw.SampledLink()"),
+    (lambda: Gaussian(0.3).predict(LATENT, Probit()), "a Gaussian latent … Probit(scale='mean'). Leave link=None."),
     (lambda: Categorical().predict(LATENT, Probit), "Probit (a class, not an instance)"),
     (lambda: fit(torch.arange(9) % 8, None, 8, prior_precision=1.0).predict(X, lw.Linearized(outputs=3), Quadrature()),
      "link=lw.Probit()"),
@@ -157,7 +158,7 @@ REFUSED = [
     *((lambda case=case: power_mean(case, 1.0, link=ExactLink()), "power mean … link=ExactLink()")
       for case in POWER_MEANS if case != "gaussian"),
     (lambda: power_mean("three classes", 0.5, link=Probit()),
-     "alpha=0.5 with link=Probit(scale='mean'). Write link=SampledLink()"),
+     "alpha=0.5 with link=Probit(scale='mean'). Write link=lw.SampledLink()"),
     # predictions in other units, and mixtures
     (lambda: Poisson().predict(LATENT).scaled(0, 2), "CountPrediction predicts counts"),
     (lambda: of_counts().scaled(0, 2), "MixturePrediction predicts counts"),

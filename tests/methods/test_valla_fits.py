@@ -127,7 +127,7 @@ def test_the_divergence_uses_the_given_link():
         close(found[link], kl - 90 / 5 * logs.sum(), 1e-6)
     assert len({round(float(value), 3) for value in found.values()}) == 3
     steps = alpha_divergence.AlphaSteps(lw.AlphaDivergence(alpha=0.5, link=lw.Probit()), problem, anchors, None)
-    with pytest.raises(lw.LapwingError, match=r"alpha=0.5 with link=Probit\(scale='mean'\). Write link=SampledLink"):
+    with pytest.raises(lw.LapwingError, match=r"alpha=0.5 with link=Probit\(scale='mean'\). Write link=lw.SampledLink"):
         steps.objective(state, state.values, batch, torch.Generator())
 
 

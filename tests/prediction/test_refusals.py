@@ -98,6 +98,13 @@ def of_other_likelihood() -> Any:
     return Other(0.3).predict(posterior().latent(X, via=lw.Linearized(outputs=1)))
 
 
+def uncertain_at_positions(way: lw.Linearized) -> Any:
+    model, x = nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(6, 2, 4)
+    posterior = lw.fit(model, (x, model(x).argmax(2)), lw.KFAC(), prior_precision=1.0)
+    assert posterior.predict(lw.Uncertain(x, 0.1), via=lw.MonteCarlo(draws=3)).probs.shape == (6, 2, 3)
+    return posterior.predict(lw.Uncertain(x, 0.1), via=way)
+
+
 def first_or_mean(f: Any, batch: Any) -> Tensor:
     return f(batch[0]).mean() if len(batch[0]) == 4 else f(batch[0]).mean()[None]
 
@@ -112,6 +119,8 @@ REFUSED = [
     *((lambda outputs=outputs: lw.Linearized(outputs=outputs),
        "needs a number of outputs, at least 1, or a list of different outputs")
       for outputs in (0, -1, True, 2.5, [], [1, 1], [-1], "ab", [0.5], {1, 2})),
+    *((lambda way=way: uncertain_at_positions(way), "has no uncertain inputs. Pass via=lw.MonteCarlo(draws=50).")
+      for way in (lw.Linearized(), lw.Linearized(draws=8), lw.Linearized(outputs=2))),
     (of_other_likelihood, "needs all outputs of an input in their order … Leave outputs="),
     (lambda: streamlined(nn.Linear(4, 2), REAL, (REAL, torch.zeros(3))), "Linear, called as model(*inputs) on tuple"),
     (lambda: uncertain(), "neither a variance nor a covariance"),

@@ -151,6 +151,34 @@ def test_another_way_or_link_warns_once_with_the_line(caplog):
     assert caplog.text.count("tune=lw.Validation(held_out, link=lw.Quadrature(nodes=48))") == 1
 
 
+JOINT = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2), "b": [2]})
+
+
+@pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Bernoulli(), lw.Gaussian(), lw.Ordinal(), JOINT])
+@pytest.mark.parametrize(
+    "given", [{"via": DRAWS}, *({"link": link} for link in (lw.Probit(), lw.LaplaceBridge(), lw.SampledLink()))]
+)
+def test_the_line_of_a_warning_is_accepted(likelihood, given, caplog):
+    """A link that no tuning accepts is refused without advice to tune for it."""
+    torch.manual_seed(0)
+    model, x, real = nn.Linear(3, 3).eval(), torch.randn(60, 3), torch.randn(60, 3)
+    targets = {
+        "bernoulli": (real > 0).float(),
+        "gaussian": real,
+        "joint": {"a": real[:, :2].argmax(1), "b": real[:, 2]},
+    }
+    data = x, targets.get(likelihood.name, real.argmax(1))
+    posterior = lw.fit(model, data, lw.KFAC(), likelihood=likelihood, tune=lw.Validation(data))
+    caplog.clear()
+    try:
+        posterior.predict(x, **given)
+    except lw.LapwingError:
+        assert "Held-out data chose" not in caplog.text
+    if "tune=" in caplog.text:
+        lw.fit(model, data, lw.KFAC(), likelihood=likelihood, tune=lw.Validation(data, **given)).predict(x, **given)
+    assert ("Leave via= out." in caplog.text) == (likelihood is JOINT and "via" in given)
+
+
 def test_candidates_whose_draws_overflow_do_not_stop_the_fit():
     """At the widest prior precisions the parameters of the distribution are infinite or 0."""
     likelihood = lw.FromDistribution(lambda f: torch.distributions.Gamma(f[..., 0].exp(), f[..., 1].exp()))

@@ -79,7 +79,7 @@ REFUSED = [
     (lambda: flat().of(first, via=lw.Scaled(lw.Streamlined(), 2.0)), r"via=.*a way of lw.scale_factor\(..., of=\)"),
     (lambda: lw.scale_factor(flat(), HELD_OUT, of=lambda f: f(X)), "function of posterior.of takes f and a batch"),
     (lambda: flat().of(first, via=2.0), r"via=2.0.*must be a way of lw.scale_factor"),
-    (lambda: factor(data=X, to=lw.Linearized(outputs=2)), "variances of all outputs"),
+    (lambda: factor(data=X, to=lw.Linearized(outputs=2)), "variances of all outputs.*Leave outputs= out"),
     (lambda: factor(to=ALL), "Pass what this call takes, without targets"),
     (lambda: factor(ALL, link=lw.LaplaceBridge()), "stay as they are"),
     (lambda: factor(ALL, method=lw.ELLA(5, 12), by="evidence"), "Write by='validation'"),

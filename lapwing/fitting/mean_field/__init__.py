@@ -117,6 +117,7 @@ class MeanField(Method):
         h, λ and γ are `hess`, `ess` and `weight_decay` of each parameter group. Any optimiser with these three entries
         works, such as `ivon.IVON` of the package ivon-opt. Parameters that it does not train are certain. Outside
         `optimizer.sampled_params()` the weights of the network are the mean. There is no prior and no evidence.
+        `lw.Validation(held_out).tune(posterior)` chooses the logit temperature or the noise variance.
 
         Source: Shen et al. 2024, Variational Learning is Effective for Large Deep Networks, Algorithm 1; the mean-field
         posterior of Streamlined Prediction (section 4).
@@ -179,7 +180,7 @@ class MeanField(Method):
         """Returns the posterior `N(θ̂, diag σ²)` of given variances, without a prior or an evidence.
 
         `variances` maps names of parameters to σ² >= 0, in the shape of the parameter; other parameters are certain.
-        The other arguments are as in `from_optimizer`.
+        The other arguments are as in `from_optimizer`, and so is `lw.Validation(held_out).tune(posterior)`.
 
         Raises:
             LapwingError: if names, shapes or values do not match the network, or if the input is invalid.
