@@ -129,7 +129,7 @@ def test_draws_of_a_network_have_the_distribution_of_shared_weights(kind):
     assert set(axes) == {name for name in means if "norm" not in name}
     with torch.no_grad():
         source = generator(3)
-        mine = torch.stack([drawn_outputs(tangent, x, means, stds, axes, source) for _ in range(1500)])
+        mine = torch.stack([drawn_outputs(tangent, Inputs.of(x), means, stds, axes, source) for _ in range(1500)])
     theirs = plain_draws(tangent, x, means, stds, 1500)
     for power in (lambda f: f, lambda f: f.square(), lambda f: (f > 0).double(), lambda f: f.prod(-1, keepdim=True)):
         a, b = power(mine), power(theirs)
