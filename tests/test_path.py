@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2756, functions=370, classes=56, files=66),
-    "fit with its default tuning": Ran(lines=3224, functions=444, classes=71, files=77),
+    "fit with a given prior": Ran(lines=2765, functions=371, classes=57, files=66),
+    "fit with its default tuning": Ran(lines=3233, functions=445, classes=72, files=77),
     "first prediction": Ran(lines=1197, functions=173, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

@@ -186,8 +186,8 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 LINES = {
     "__init__": 91, "environment": 100, "errors": 159, "options": 193, "files": 194, "linalg": 477, "ranks": 200,
-    "data": 1343, "jacobian": 2452, "network": 3285, "tangent": 1437, "covariance": 2742, "likelihoods": 5334,
-    "prediction": 5128, "methods": 4765, "running": 590, "posterior": 1872, "tuning": 3731, "fitting": 2695,
+    "data": 1343, "jacobian": 2452, "network": 3285, "tangent": 1437, "covariance": 2755, "likelihoods": 5334,
+    "prediction": 5128, "methods": 4777, "running": 590, "posterior": 1872, "tuning": 3731, "fitting": 2695,
     "deployment": 1014, "evaluation": 1731, "integrations": 1185, "display": 68, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

@@ -71,7 +71,13 @@ class Blockwise(PriorCovariance):
 
     def has_rounding_noise(self) -> bool:
         """Whether the rounding error of some eigenvalue λ of a block exceeds `λ + δ/s`."""
-        return any(s.has_rounding_noise(self._delta[name] / self.scale) for name, s in self.structures.items())
+        found = {name: structure.largest() for name, structure in self.structures.items()}
+        tops = {name: top.to(self.precision.device) for name, top in found.items() if top is not None}
+        values = torch.stack([*tops.values()]).tolist() if tops else []  # one transfer from the device
+        return any(
+            self.structures[name].has_rounding_noise(top, self._delta[name] / self.scale)
+            for name, top in zip(tops, values, strict=True)
+        )
 
     def shares_contraction_with(self, other: PriorCovariance) -> bool:
         return isinstance(other, Blockwise) and other.structures is self.structures

@@ -38,7 +38,7 @@ class KroneckerFactors:
         products = self.outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1])
         step = max(1, SLICE_NUMBERS // max(1, inputs.numel()))
         for some, part in zip(outputs.split(step, -2), products.split(step, -2), strict=True):
-            part.copy_(some * inputs)
+            torch.mul(some, inputs, out=part)
         return products
 
 
@@ -63,14 +63,17 @@ class KroneckerBlock(Structure):
             matrix = matrix @ (self.inputs.mT if back else self.inputs)
         return matrix.flatten(-3) if back else matrix
 
-    def has_rounding_noise(self, precision: float) -> bool:
+    def largest(self) -> Tensor:
+        return self.eigenvalues.amax()
+
+    def has_rounding_noise(self, largest: float, precision: float) -> bool:
         """Whether `eps λ_max > μ + precision`; μ is the smallest positive maximum of a row or column of λ."""
         # γ_j has an error of eps γ_max, largest times α_max; the same holds for α_i; eigenvalues of 0 are exact
-        error = torch.finfo(self.eigenvalues.dtype).eps * float(self.eigenvalues.amax())
+        error = torch.finfo(self.eigenvalues.dtype).eps * largest
         if error <= precision:
             return False
-        largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
-        return error > float(largest[largest > 0].amin()) + precision
+        maxima = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
+        return error > float(maxima[maxima > 0].amin()) + precision
 
     def diagonal(self, weights: Tensor) -> Tensor:
         """Returns `U_out² w (U_in²)ᵀ` (P,)."""

@@ -163,7 +163,7 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
     check_same_network(tangent.model)
     return Problem(
         tangent=tangent, likelihood=likelihood,
-        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank()),  # each rank draws its own columns
+        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.sizes.columns),  # for each rank
         prior=prior, traces_wanted=tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise),
         seed=options.seed, temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip

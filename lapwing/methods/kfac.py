@@ -17,7 +17,7 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, K
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..likelihoods import Likelihood
-from ..linalg import check_matrices, doubled, eigen_in_place, is_reduced, joined, mirrored, symmetric_eigen
+from ..linalg import check_matrices, doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint, decompositions
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -133,14 +133,24 @@ class EKFAC(KFAC):
 
 @dataclass
 class Factors(State):
-    """Sums by block: `diagonal`, `dense`, or A, Gamma and `count`. `mirrored` or `eigen_in_place` reads A and Gamma."""
+    """Sums by block: `diagonal`, `dense`, or A and Gamma, which `mirrored` or `eigen_in_place` reads.
 
+    `count` and `excess` have an entry for each block of A, in its order: one operation adds to all.
+    """
+
+    count: Tensor  # numbers of positions (n,)
+    excess: Tensor | None = None  # `Σ (w - 1)` over positions (n,) float64, if weighted
     diagonal: dict[str, Tensor] = field(default_factory=dict)  # `Σ J²` (P_block,)
     dense: dict[str, Tensor] = field(default_factory=dict)  # `Σ JᵀJ` (P_block, P_block)
     A: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ a aᵀ` (G, I, I); one-hot: diagonal (G, I)
     Gamma: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ g gᵀ` (G, O, O)
-    count: dict[str, Tensor] = field(default_factory=dict)  # number of positions (1,)
-    excess: dict[str, Tensor] = field(default_factory=dict)  # `Σ (w - 1)` over positions (1,) float64, if weighted
+
+    def counts(self) -> list[Tensor]:
+        """Returns # (1,) of each block of A: the number of positions, or their total weight if weighted."""
+        if self.excess is None:
+            return [*self.count[:, None]]
+        tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
+        return [*(doubled(self.count) + self.excess).clamp_min(tiny)[:, None]]
 
 
 class _FactorPass(CurvaturePass[Factors]):
@@ -152,7 +162,8 @@ class _FactorPass(CurvaturePass[Factors]):
         self.problem, self._kinds, self._reduce = problem, kinds, reduce
 
     def init(self) -> Factors:
-        zeros, state = self.problem.zeros, Factors()
+        zeros, count = self.problem.zeros, [*self._kinds.values()].count(KroneckerBlock.kind)
+        state = Factors(zeros(count, dtype=torch.int64))
         for block in self.problem.tangent.blocks:
             name, kind = block.name, self._kinds[block.name]
             if kind == "diagonal":
@@ -164,12 +175,12 @@ class _FactorPass(CurvaturePass[Factors]):
                 one_hot = block.matrix is not None and block.matrix.one_hot
                 state.A[name] = zeros(groups, inputs) if one_hot else zeros(groups, inputs, inputs)
                 state.Gamma[name] = zeros(groups, outputs, outputs)
-                state.count[name] = zeros(1, dtype=torch.int64)
         return state
 
     def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self.problem.summed_root):
             weights = None if record.weights is None else doubled(record.weights).mean(1)  # one per sample, for A
+            counts = []
             for name, kind in self._kinds.items():
                 if kind == "diagonal":
                     state.diagonal[name] += record.sums(name).squared_sum()
@@ -178,11 +189,12 @@ class _FactorPass(CurvaturePass[Factors]):
                     state.dense[name] += rows.T @ rows
                 else:
                     sums = cast("MatrixSums", record.sums(name))
-                    count = sums.add_kronecker_factors(self._reduce, state.A[name], state.Gamma[name], weights)
-                    if weights is not None:
-                        more = (weights.sum() / record.samples - 1) * count
-                        state.excess[name] = more.reshape(1) + state.excess.get(name, 0)
-                    state.count[name] += count
+                    counts.append(sums.add_kronecker_factors(self._reduce, state.A[name], state.Gamma[name], weights))
+            count = state.count.new_tensor(counts)
+            state.count += count
+            if weights is not None:
+                more = (weights.sum() / record.samples - 1) * count.to(weights.device)
+                state.excess = more if state.excess is None else state.excess + more
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self.problem, dict[str, Structure]()
@@ -192,8 +204,9 @@ class _FactorPass(CurvaturePass[Factors]):
         check_matrices([*state.A.values(), *state.Gamma.values()])
         widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
         rank = problem.summed_root.rank
-        positions = dict(zip(state.count, joined(state.count.values()).tolist(), strict=True)) if state.count else {}
-        bases = {n: _eigenbasis(state, n, positions[n], rank, n in logits) for n in widest_first}
+        positions = dict(zip(state.A, state.count.tolist(), strict=True))
+        counts = dict(zip(state.A, state.counts(), strict=True))
+        bases = {n: _eigenbasis(state, n, positions[n], counts[n], rank, n in logits) for n in widest_first}
         for name, kind in self._kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
@@ -233,25 +246,20 @@ class _SecondMoments(CurvaturePass[BlockSums]):
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
-def _eigenbasis(state: Factors, name: str, positions: int, rank: int, centred: bool) -> KroneckerBlock:
-    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # the number of positions or their total weight.
+def _eigenbasis(state: Factors, name: str, positions: int, count: Tensor, rank: int, centred: bool) -> KroneckerBlock:
+    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # (1,) the count of `Factors.counts`.
 
     A is a sum of `positions` squares, and Γ of `rank` times as many. For logits, Γ maps the vector of ones to 0 up to
     rounding. With a weak prior, the rounding would carry the large variance of that direction to other outputs;
     `centred` removes it.
     """
-    count, one_hot = state.count[name], state.A[name].ndim == 2
     # 1. A = U_in diag(α) U_inᵀ (G, I, I), or diag(α)
-    if one_hot:  # A is stored as its diagonal
+    if state.A[name].ndim == 2:  # one-hot inputs: A is stored as its diagonal
         alpha, inputs = doubled(state.A[name]), None
     else:
         alpha, inputs = _diagonalised(state.A, name, positions)
     # 2. Γ = U_out diag(γ) U_outᵀ (G, O, O)
     gamma, outputs = _diagonalised(state.Gamma, name, rank * positions, centred)
-    # 3. # = Σ w over the positions, the number of positions plus Σ (w - 1)
-    if name in state.excess:
-        tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
-        count = (doubled(count) + state.excess[name]).clamp_min(tiny)
     factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
     return KroneckerBlock(factors.products(), factors)
 

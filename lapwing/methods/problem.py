@@ -104,18 +104,20 @@ class FisherRoot(Cotangents):
         generator: torch.Generator,
         positions: int = 1,
         sampled: bool = False,
+        columns: int | None = None,
     ) -> None:
         self._likelihood, self.generator, self._outputs, self._positions = likelihood, generator, outputs, positions
         self.sampled, self.exact = sampled, not sampled and outputs * positions <= EXACT_FISHER_OUTPUTS
         self.draws = 1 if positions == 1 else POSITION_DRAWS
-        self.columns = self.rank = root_columns(likelihood, outputs, positions, generator.device, sampled)
+        asked = root_columns(likelihood, outputs, positions, generator.device, sampled) if columns is None else columns
+        self.columns = self.rank = asked
         self._logged = sampled  # as asked for
 
     @classmethod
-    def of(cls, tangent: Tangent, likelihood: Likelihood, seed: int) -> FisherRoot:
-        """Returns the root for a network, with a generator of its own."""
+    def of(cls, tangent: Tangent, likelihood: Likelihood, seed: int, columns: int | None = None) -> FisherRoot:
+        """Returns the root for a network, with a generator of its own; None asks the likelihood for `columns`."""
         generator = torch.Generator(tangent.device).manual_seed(seed % 2**63)
-        return cls(likelihood, tangent.outputs, generator, root_positions(tangent))
+        return cls(likelihood, tangent.outputs, generator, root_positions(tangent), columns=columns)
 
     def drawn(self) -> FisherRoot:
         """Returns a root that is drawn for any number of outputs, with the same generator."""

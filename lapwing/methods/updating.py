@@ -46,7 +46,7 @@ class Update(Method):
         if way == "blocks":
             reduce = self.made_by.options.get("weight_sharing") == "reduce"
             problem = problem.with_drawn_root() if self.made_by.options.get("fisher") == "sampled" else problem
-            former, kinds = _former_factors(covariance)
+            former, kinds = _former_factors(covariance, problem)
             step = _FactorPass(problem, kinds, reduce)
         elif way == "matrix":
             step, former = DenseCurvature(problem), TensorSum(covariance.curvature)
@@ -78,9 +78,15 @@ class _MoreRows(AllRows):
         return super().finish(TensorSum(torch.cat([former, state.total])))
 
 
-def _former_factors(covariance: Blockwise) -> tuple[Factors, dict[str, str]]:
+def _former_factors(covariance: Blockwise, problem: Problem) -> tuple[Factors, dict[str, str]]:
     """Returns the sums of KFAC's pass over the former data, computed from the structures, and the kind of each."""
-    former, kinds = Factors(), dict[str, str]()
+    kinds, none = dict[str, str](), problem.zeros(0, dtype=torch.int64)
+    kronecker = [one.factors for one in covariance.structures.values() if isinstance(one, KroneckerBlock)]
+    former = Factors(torch.cat([none, *(factors.count for factors in kronecker)]))
+    if former.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
+        least = [(factors.input_eigenvalues > 0).sum(-1).amax(keepdim=True) for factors in kronecker]
+        former.excess = former.count - torch.cat(least)
+        former.count = torch.cat(least)
     structure: Any
     for name, structure in covariance.structures.items():
         if structure.kind == KroneckerBlock.kind:
@@ -93,10 +99,6 @@ def _former_factors(covariance: Blockwise) -> tuple[Factors, dict[str, str]]:
             else:
                 inputs = doubled(factors.inputs)
                 former.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
-            former.count[name] = factors.count
-            if factors.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
-                former.count[name] = (alpha > 0).sum(-1).amax(keepdim=True).to(torch.int64)
-                former.excess[name] = factors.count - former.count[name]
         elif structure.kind == DiagonalBlock.kind:
             former.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
         elif structure.kind == DenseBlock.kind:
