@@ -33,7 +33,7 @@ from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBl
 from lapwing.data.inputs import Inputs
 from lapwing.methods.passes import Batch
 from lapwing.methods.prior import Prior
-from lapwing.methods.problem import FisherRoot, Problem, Seen, root_columns
+from lapwing.methods.problem import FisherRoot, Problem, Seen
 from lapwing.methods.state import DataSummary
 from lapwing.prediction.uncertain import parsed
 from lapwing.tangent import Tangent
@@ -133,7 +133,7 @@ def floors(tangent: Tangent, name: str) -> dict[str, float]:
         "EKFAC": ((passed, factors, passed, Layer.turned, squares), (passed, Layer.turned, covariances)),
         "ELLA": ((passed, directions), (passed, directions)),
     }[name]
-    columns = root_columns(lw.Categorical(), tangent.outputs, 1, tangent.device)
+    columns = FisherRoot(lw.Categorical(), tangent.outputs, torch.Generator(tangent.device)).columns
     return {"fit": total(fit, columns), "predict": total(predict, tangent.outputs)}
 
 

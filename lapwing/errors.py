@@ -17,7 +17,8 @@ class LapwingError(ValueError):
     """The one exception of lapwing: input that it cannot use, or a network that it cannot describe.
 
     A message says what is wrong, then what to do: "The model is in training mode. Call model.eval() first." It names
-    shapes and dtypes where they help, and prints no tensor. docs/errors.md explains some further.
+    shapes and dtypes where they help, and prints no tensor. docs/errors.md explains some further. A long message has a
+    function of its own, which returns the error, so that a check reads as one condition.
 
     It is a ``ValueError``, so code that guards a call with ``except ValueError`` keeps working.
 

@@ -91,9 +91,14 @@ _group: ContextVar[_Group | None] = ContextVar("lapwing_ranks", default=None)
 @contextlib.contextmanager
 def across_ranks() -> Iterator[None]:
     """Opens a group of all ranks if the process group has more than one; also a decorator."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    initialised = distributed.is_available() and distributed.is_initialized()
+    with _in_group() if initialised and distributed.get_world_size() > 1 else contextlib.nullcontext():
         yield
-        return
+
+
+@contextlib.contextmanager
+def _in_group() -> Iterator[None]:
+    """Opens a group of all ranks, or stays in the open one. An error on one rank reaches all."""
     group = _group.get() or _Group(distributed.get_rank(), distributed.get_world_size())
     token = _group.set(group)
     try:

@@ -38,7 +38,7 @@ class KroneckerFactors:
         products = self.outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1])
         step = max(1, SLICE_NUMBERS // max(1, inputs.numel()))
         for some, part in zip(outputs.split(step, -2), products.split(step, -2), strict=True):
-            torch.mul(some, inputs, out=part)
+            part.copy_(some * inputs)
         return products
 
 

@@ -59,16 +59,21 @@ def pair(batch: Any) -> tuple[Any, Any]:
     ):
         targets = packed(batch[-1]) if are_heads(batch[-1]) else batch[-1]
         return batch[0] if len(batch) == 2 else tuple(batch[:-1]), targets
+    raise _no_pair(batch)
+
+
+def _no_pair(batch: Any) -> LapwingError:
+    """Returns the error for a batch that does not show what its inputs and targets are."""
     heads = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
     if isinstance(heads, (tuple, list)) and heads and all(isinstance(targets, Tensor) for targets in heads):
-        raise LapwingError(
+        return LapwingError(
             f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. If "
             "each head of the network has a target, pass a dict of targets and likelihood=lw.Joint(...), or fit one "
             "head at a time: [(x, y[0]) for x, y in loader], with forward=lambda model, inputs: model(inputs)[...]."
         )
     keys = [key for key in batch if isinstance(key, str)] if isinstance(batch, Mapping) else []
     line = f"Write lw.batches(loader, inputs={keys[0]!r}, targets={keys[-1]!r}), or let" if len(keys) > 1 else "Let"
-    raise LapwingError(
+    return LapwingError(
         f"A batch of the loader is {describe(batch)}, which does not show what its inputs and targets are. {line} the "
         "loader yield (inputs, targets) pairs, with a tensor of targets (torch.as_tensor makes one of an array, and "
         "numpy.unique(y, return_inverse=True)[1] numbers names), or dicts with one of the keys "
@@ -134,17 +139,21 @@ def check_loader(loader: Any, purpose: str) -> None:
     """Raises unless an object is a loader. A list of tensors is not a loader."""
     one_batch = type(loader) in (tuple, list) and any(isinstance(part, Tensor) or is_array(part) for part in loader)
     other = isinstance(loader, (Tensor, Mapping, str, bytes, type)) or is_array(loader)
+    if one_batch or other or not hasattr(loader, "__iter__"):
+        raise _no_loader(loader, purpose)
+
+
+def _no_loader(loader: Any, purpose: str) -> LapwingError:
     if hasattr(loader, "get_train_dataloader"):
-        raise LapwingError(
+        return LapwingError(
             f"{purpose} needs an iterable of (inputs, targets) batches, not a {type(loader).__name__}. Write "
             "lapwing.integrations.huggingface.fit_trainer(trainer), or pass trainer.get_train_dataloader()."
         )
-    if one_batch or other or not hasattr(loader, "__iter__"):
-        raise LapwingError(
-            f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "
-            "set of arrays or tensors, [(x, y)] for one batch, torch.utils.data.DataLoader(dataset, batch_size=100), "
-            "or numpy.unique(y, return_inverse=True)[1] for labels that are names."
-        )
+    return LapwingError(
+        f"{purpose} needs an iterable of (inputs, targets) batches, not {shown(loader)}. Write (x, y) for a data "
+        "set of arrays or tensors, [(x, y)] for one batch, torch.utils.data.DataLoader(dataset, batch_size=100), "
+        "or numpy.unique(y, return_inverse=True)[1] for labels that are names."
+    )
 
 
 def tree(inputs: Any) -> Any:

@@ -114,6 +114,10 @@ class Data:
         """First batch of the joined data, on every rank. The first access is collective."""
         if not ranks.several():
             return first_batch(self.loader, self.weighted)
+        return self._first_of_ranks()
+
+    def _first_of_ranks(self) -> Samples:
+        """Returns the first batch of the first rank that has one; warns if this rank has the same."""
         batches.check_loader(self.loader, "A fit")
         mine = next((samples for samples in self if samples.count), None)
         every = ranks.gathered("the first batch", mine is not None)
@@ -135,12 +139,7 @@ class Data:
         first = self.first if wanted and not ranks.several() else vars(self).get("first")  # read only if it is needed
         found = self._keys or (first.heads if first else ())
         if found not in ((), wanted):
-            raise LapwingError(
-                f"The targets are a dict with the keys {shown(list(found))}, and the likelihood has "
-                f"{f'the heads {shown(list(wanted))}' if wanted else 'no heads'}. Use the same keys in the targets and "
-                "in likelihood=lw.Joint(...), with NaN for unknown values. Or fit one head at a time: "
-                f"[(x, y[{found[0]!r}]) for x, y in loader], with forward=lambda model, inputs: model(inputs)[...]."
-            )
+            raise _other_keys(found, wanted)
 
     def first_of_rank(self, purpose: str = "a checkpoint needs") -> list[Tensor]:
         """Returns the tensors of this rank's first batch, if any. Raises if the loader then shows another one."""
@@ -198,33 +197,44 @@ class Data:
 
     def warn_of_unseen(self, shown: int | None) -> None:
         """Warns if a data loader shows `shown` samples, fewer than its data set has, or shows each once per worker."""
-        loader = self.loader
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if shown is None or distributed or not isinstance(loader, DataLoader):
-            return
-        try:
-            total = len(loader.dataset)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
-            two = list(islice(kept_batches(loader), 2)) if streams else []
-            if len(two) == 2 and torch.equal(*(Inputs(batch).digests() for batch in two)):
-                log.warning(
-                    "Two workers of the loader begin with the same batch: each sample may count once per worker. %s",
-                    SHARE_OUT,
-                )  # fmt: skip
-            return
-        if shown < total:
-            chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
-            log.log(
-                logging.INFO if chosen else logging.WARNING,  # the user chose the samples of such a sampler
-                "The loader shows %d of the %d samples of its data set, and the posterior counts only these. Pass "
-                "data_size=%d if the network was trained on all of them.", shown, total, total,
-            )  # fmt: skip
-        elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
+        if shown is not None and not distributed and isinstance(self.loader, DataLoader):
+            _warn_of_unseen(self.loader, shown)
+
+
+def _other_keys(found: Any, wanted: Any) -> LapwingError:
+    return LapwingError(
+        f"The targets are a dict with the keys {shown(list(found))}, and the likelihood has "
+        f"{f'the heads {shown(list(wanted))}' if wanted else 'no heads'}. Use the same keys in the targets and in "
+        "likelihood=lw.Joint(...), with NaN for unknown values. Or fit one head at a time: "
+        f"[(x, y[{found[0]!r}]) for x, y in loader], with forward=lambda model, inputs: model(inputs)[...]."
+    )
+
+
+def _warn_of_unseen(loader: DataLoader, shown: int) -> None:
+    try:
+        total = len(loader.dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        streams = isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1
+        two = list(islice(kept_batches(loader), 2)) if streams else []
+        if len(two) == 2 and torch.equal(*(Inputs(batch).digests() for batch in two)):
             log.warning(
-                "The loader shows %d samples, each of the %d of its data set once per worker. %s",
-                shown, total, SHARE_OUT,
+                "Two workers of the loader begin with the same batch: each sample may count once per worker. %s",
+                SHARE_OUT,
             )  # fmt: skip
+        return
+    if shown < total:
+        chosen = isinstance(getattr(loader.batch_sampler, "sampler", None), SubsetRandomSampler)
+        log.log(
+            logging.INFO if chosen else logging.WARNING,  # the user chose the samples of such a sampler
+            "The loader shows %d of the %d samples of its data set, and the posterior counts only these. Pass "
+            "data_size=%d if the network was trained on all of them.", shown, total, total,
+        )  # fmt: skip
+    elif isinstance(loader.dataset, IterableDataset) and shown == total * loader.num_workers > total:
+        log.warning(
+            "The loader shows %d samples, each of the %d of its data set once per worker. %s",
+            shown, total, SHARE_OUT,
+        )  # fmt: skip
 
 
 def _unrepeated(loader: Any) -> int | None:

@@ -37,16 +37,8 @@ def as_loader(data: Any, network: Any) -> Any:
     """
     if isinstance(data, DataLoader):
         return data
-    if isinstance(data, nn.Module):
-        raise LapwingError(
-            f"The data are a network, of type {type(data).__name__}. Write lw.fit(model, loader): pass the network "
-            "first, and then the data."
-        )
-    if hasattr(data, "train_dataloader"):
-        raise LapwingError(
-            f"The data are a Lightning data module, of type {type(data).__name__}, which has several loaders. Call "
-            "module.setup('fit'), and pass module.train_dataloader() or another of its loaders."
-        )
+    if isinstance(data, nn.Module) or hasattr(data, "train_dataloader"):
+        raise _no_data(data)
     for part in data if type(data) is tuple else (data,):
         _check_no_numbers(part)
     dtype = _dtype(network)
@@ -60,6 +52,18 @@ def as_loader(data: Any, network: Any) -> Any:
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
         return [_tensors(batch, dtype) for batch in data]
     return data
+
+
+def _no_data(data: Any) -> LapwingError:
+    if isinstance(data, nn.Module):
+        return LapwingError(
+            f"The data are a network, of type {type(data).__name__}. Write lw.fit(model, loader): pass the network "
+            "first, and then the data."
+        )
+    return LapwingError(
+        f"The data are a Lightning data module, of type {type(data).__name__}, which has several loaders. Call "
+        "module.setup('fit'), and pass module.train_dataloader() or another of its loaders."
+    )
 
 
 Columns = tuple[tuple[str, ...], ...]

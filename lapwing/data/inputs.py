@@ -143,11 +143,7 @@ class Inputs:
 
         def look(value: Any) -> bool:
             if isinstance(value, list) and len(value) == count > 1 and not isinstance(value[0], (str, Tensor)):
-                raise LapwingError(
-                    f"The inputs, {self}, hold a list of {count} entries and have {count} samples: each entry "
-                    "may belong to one sample, or to all. Write torch.tensor(numbers) for the former, tuple(entries) "
-                    "for the latter."
-                )
+                raise _unclear_list(self)
             return False
 
         pytree.tree_leaves(tree(self.value), is_leaf=look)
@@ -158,15 +154,27 @@ class Inputs:
             if leaf.is_nested or leaf.layout == torch.strided:  # a sparse tensor may be shared by all samples
                 check_dense(leaf, f"A tensor of {where}")
             if leaf.is_floating_point() and not is_finite(leaf):
-                bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
-                first = int(bad.nonzero()[0]) if bad.ndim else 0
-                raise LapwingError(
-                    f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in "
-                    f"{int(bad.sum())} samples (first: sample {first}). Pass finite numbers: drop these samples or "
-                    "impute them, for instance by x = x.nan_to_num(). If the network itself takes NaN, mark it: x = "
-                    "x.nan_to_num(-999.0), and forward=lambda model, x: model(x.where(x != -999.0, torch.nan))."
-                )
+                raise _not_finite(leaf, where)
 
     def __repr__(self) -> str:
         """Shows the structure and shapes."""
         return describe(self.value)
+
+
+def _unclear_list(inputs: Inputs) -> LapwingError:
+    return LapwingError(
+        f"The inputs, {inputs}, hold a list of {inputs.samples} entries and have {inputs.samples} samples: each entry "
+        "may belong to one sample, or to all. Write torch.tensor(numbers) for the former, tuple(entries) for the "
+        "latter."
+    )
+
+
+def _not_finite(leaf: Tensor, where: str) -> LapwingError:
+    bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
+    first = int(bad.nonzero()[0]) if bad.ndim else 0
+    return LapwingError(
+        f"A tensor of {where}, of shape {tuple(leaf.shape)}, has NaN or infinite values in {int(bad.sum())} samples "
+        f"(first: sample {first}). Pass finite numbers: drop these samples or impute them, for instance by x = "
+        "x.nan_to_num(). If the network itself takes NaN, mark it: x = x.nan_to_num(-999.0), and forward=lambda model, "
+        "x: model(x.where(x != -999.0, torch.nan))."
+    )

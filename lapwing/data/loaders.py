@@ -37,17 +37,25 @@ def first_batch(loader: Any, weighted: bool = False) -> Samples:
         )
     for batch in iterator:
         if isinstance(loader, IterableDataset) and not _is_batch(batch):
-            raise LapwingError(
-                f"The data set, of type {type(loader).__name__}, yields {batches.describe(batch)}, which is not a "
-                "batch. Pass torch.utils.data.DataLoader(dataset, batch_size=100), which joins its samples."
-            )
+            break
         samples = Samples.of(batches.copied(batch), weighted)
-        if not samples.count:
-            raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
-        return samples
-    raise LapwingError(
-        f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and drop_last=True "
-        "with a batch size above it."
+        if samples.count:
+            return samples
+        raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
+    raise _no_batch(loader)
+
+
+def _no_batch(loader: Any) -> LapwingError:
+    """Returns the error for a loader without batches, or a data set whose items are samples."""
+    kind = type(loader).__name__
+    for item in loader:
+        return LapwingError(
+            f"The data set, of type {kind}, yields {batches.describe(item)}, which is not a batch. Pass "
+            "torch.utils.data.DataLoader(dataset, batch_size=100), which joins its samples."
+        )
+    return LapwingError(
+        f"The loader, of type {kind}, yields no batch. Check the dataset's length, and drop_last=True with a batch "
+        "size above it."
     )
 
 

@@ -116,8 +116,12 @@ def _checked_weights(weights: Any, count: int) -> Tensor:
 def _check_targets(inputs: Inputs, targets: Tensor) -> None:
     """Raises unless targets are a dense tensor with at most one row for each sample."""
     check_dense(targets, "A tensor of the targets")
-    if targets.ndim and len(targets) <= inputs.samples:
-        return
+    if not targets.ndim or len(targets) > inputs.samples:
+        raise _wrong_targets(inputs, targets)
+
+
+def _wrong_targets(inputs: Inputs, targets: Tensor) -> LapwingError:
+    """Returns the error for targets without rows, or with more rows than there are samples."""
     what = "have more rows than the samples" if targets.ndim else "have no dimensions"
     line = "Pass one row for each sample in both: a single one as x[None] and y[None]."
     if any(inputs.shared):
@@ -127,4 +131,4 @@ def _check_targets(inputs: Inputs, targets: Tensor) -> None:
             "If the second dimension of the inputs is the batch, pass x.transpose(0, 1), and forward=lambda model, x: "
             "model(x.transpose(0, 1))."
         )
-    raise LapwingError(f"The targets of a batch, {describe(targets)}, {what}. The inputs are {inputs}. {line}")
+    return LapwingError(f"The targets of a batch, {describe(targets)}, {what}. The inputs are {inputs}. {line}")

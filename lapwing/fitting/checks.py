@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,17 +26,9 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
     tangent, likelihood = shape.tangent, shape.likelihood
     method.check(tangent, likelihood)
     if likelihood.head_numbers and tangent.positions.several:
-        key = min(likelihood.head_numbers)
-        raise LapwingError(
-            f"The outputs of {type(tangent.model).__name__} have positions, which heads of lw.Joint have not. Fit one "
-            f"head at a time: [(x, y[{key!r}]) for x, y in loader], with forward=lambda model, x: model(x)[..., 0:2]."
-        )
+        raise _heads_at_positions(min(likelihood.head_numbers), type(tangent.model).__name__)
     if held_out and method.chooses_temperature:
-        name = type(method).__name__
-        raise LapwingError(
-            f"{name} tunes its temperature on the data of the fit, and validation= is not used. Write lw.fit(model, "
-            f"held_out, lw.{name}())."
-        )
+        raise _tunes_itself(type(method).__name__)
     if tune is not None:
         tune.check(method, shape)
     if likelihood.activation is not None:
@@ -44,11 +38,29 @@ def check_fit(method: Method, shape: FitShape, tune: Tuning | None, first: Sampl
     check_noise(likelihood, tangent)
     for part in likelihood.regressions.values():
         if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
-            raise LapwingError(
-                "noise='input' needs an open noise variance, and a tuning that fits it to residuals. This fit has "
-                f"noise_variance={shown(part.noise_variance)} and tune={shown(tune)}. Leave both out, or write "
-                "likelihood=lw.Gaussian(noise='input') and validation=held_out."
-            )
+            raise _noise_is_given(part, tune)
+
+
+def _heads_at_positions(key: Any, model: str) -> LapwingError:
+    return LapwingError(
+        f"The outputs of {model} have positions, which heads of lw.Joint have not. Fit one head at a time: [(x, "
+        f"y[{key!r}]) for x, y in loader], with forward=lambda model, x: model(x)[..., 0:2]."
+    )
+
+
+def _tunes_itself(method: str) -> LapwingError:
+    return LapwingError(
+        f"{method} tunes its temperature on the data of the fit, and validation= is not used. Write lw.fit(model, "
+        f"held_out, lw.{method}())."
+    )
+
+
+def _noise_is_given(likelihood: Any, tune: Tuning | None) -> LapwingError:
+    return LapwingError(
+        "noise='input' needs an open noise variance, and a tuning that fits it to residuals. This fit has "
+        f"noise_variance={shown(likelihood.noise_variance)} and tune={shown(tune)}. Leave both out, or write "
+        "likelihood=lw.Gaussian(noise='input') and validation=held_out."
+    )
 
 
 def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
@@ -88,14 +100,19 @@ def advice_on_memory(method: Method, shape: FitShape) -> str | None:
     if footprint.peak <= available:
         refusals = [need.refusal(tangent.memory) for need in footprint.needs]
         return next((refusal for refusal in refusals if refusal is not None), None)
+    return _too_large(method, shape, footprint.peak, available, where)
+
+
+def _too_large(method: Method, shape: FitShape, peak: int, available: int, where: str) -> str:
+    """Returns the sentence for a method whose peak is above the available memory."""
     instead = "Treat fewer weights: write params=lw.last_layer."
     for other in (Diagonal(), KFAC()):
-        peak = other.footprint(shape).peak
-        if peak <= available:
-            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * tangent.treats_output_alone}"
-            instead = f"Use {line}, which needs {peak / 2**30:.3g} GiB."
+        least = other.footprint(shape).peak
+        if least <= available:
+            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * shape.tangent.treats_output_alone}"
+            instead = f"Use {line}, which needs {least / 2**30:.3g} GiB."
     return (
-        f"{shown(method)} needs {footprint.peak / 2**30:.3g} GiB for {tangent.size} weights, and {where} "
+        f"{shown(method)} needs {peak / 2**30:.3g} GiB for {shape.tangent.size} weights, and {where} "
         f"{available / 2**30:.3g} GiB. {instead}"
     )
 

@@ -50,20 +50,27 @@ class Choice:
     def log_default(self, options: FitOptions) -> None:
         """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
         if self.reason is not None:
-            footprint = self.method.footprint(self.sizes)
-            assert footprint is not None  # every default method has one
-            log.info(
-                "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s "
-                "bytes; lw.plan(model, loader) shows more.",
-                self.reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
-            )  # fmt: skip
+            self._log_reason(self.reason)
+        if options.names_no_method:
+            self._warn_if_frozen()
+
+    def _warn_if_frozen(self) -> None:
         model = self.tangent.model
-        if options.names_no_method and not any(part.requires_grad for part in model.parameters()):
+        if not any(part.requires_grad for part in model.parameters()):
             log.warning(
                 "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
                 "write params=lw.last_layer; for all weights write params=lw.matching('*').",
                 type(model).__name__,
             )
+
+    def _log_reason(self, reason: str) -> None:
+        footprint = self.method.footprint(self.sizes)
+        assert footprint is not None  # every default method has one
+        log.info(
+            "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
+            "lw.plan(model, loader) shows more.",
+            reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
+        )  # fmt: skip
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:

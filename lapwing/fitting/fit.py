@@ -160,7 +160,8 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
     """Returns the inputs of the method, with noise ratios that the residuals show."""
     tangent, prior, tune = choice.tangent, choice.prior, data.tune
     likelihood = data.with_residuals(tangent)
-    check_same_network(tangent.model)
+    if ranks.several():
+        check_same_network(tangent.model)
     return Problem(
         tangent=tangent, likelihood=likelihood,
         root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.sizes.columns),  # for each rank
@@ -187,18 +188,28 @@ def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: F
             unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
             log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
         return checked(posterior, parts)
+    settled = posterior.prior.fixed and posterior.noise_fixed
     if tune is None:
-        return checked(posterior if posterior.prior.fixed and posterior.noise_fixed else posterior.with_defaults())
+        return checked(posterior if settled else posterior.with_defaults())
+    if settled and tune is DEFAULT_TUNING and not posterior.likelihood.regressions:
+        return checked(posterior, parts)
+    before = time.perf_counter()
+    posterior = _tuned(tune, posterior, parts, data, runner)
+    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
+    return posterior
+
+
+def _tuned(
+    tune: Tuning, posterior: Posterior, parts: tuple[Posterior, ...], data: FitData, runner: Runner
+) -> Posterior:
+    """Returns the tuned and checked posterior. The default tuning of a small table is `Refit`."""
     if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, runner.count()):
         tune = Refit()
         log.info(
             "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
             "tune=lw.BoundedEvidence() skips this."
         )
-    before = time.perf_counter()
-    posterior = checked(tuned(tune, posterior, Training(data.training, parts, runner.count())), parts)
-    log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
-    return posterior
+    return checked(tuned(tune, posterior, Training(data.training, parts, runner.count())), parts)
 
 
 def _stop(method: Method, problem: Problem, tune: Tuning | None, runner: Runner) -> Stop | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -65,11 +65,13 @@ class FitData:
 
     def with_residuals(self, tangent: Tangent) -> Likelihood:
         """Returns the likelihood with the noise of open heads, or ratios, by residuals of held-out or training data."""
+        keys = self.likelihood.open_heads(tangent.outputs)
+        return self._with_noise_of(keys, tangent) if keys else self.likelihood
+
+    def _with_noise_of(self, keys: Iterable[Any], tangent: Tangent) -> Likelihood:
         likelihood: Any = self.likelihood
         data = self.training if self.held_out is None else self.held_out
-        sums = {key: DataSummary() for key in likelihood.open_heads(tangent.outputs)}
-        if not sums:
-            return likelihood
+        sums = {key: DataSummary() for key in keys}
         for samples in checked(data, tangent.device):
             rows = Batch.of(tangent, samples).rows()
             likelihood.check(rows["outputs"], rows["targets"])  # before the columns are apart

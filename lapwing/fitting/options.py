@@ -63,7 +63,8 @@ class FitOptions(Options):
 
     def __post_init__(self) -> None:
         """Checks each option, and options that exclude each other."""
-        check_method(self.method)
+        if self.method is not None and not isinstance(self.method, Method):
+            raise _no_method(self.method)
         super().__post_init__()
         if self.prior_precision is not None and self.weight_decay is not None:
             raise LapwingError(
@@ -126,21 +127,20 @@ class FitOptions(Options):
                 )
 
 
-def check_method(method: Any) -> None:
-    """Raises unless a method is an instance of `Method` or None."""
+def _no_method(method: Any) -> LapwingError:
+    """Returns the error for a value that is not a method."""
     if isinstance(method, type) and issubclass(method, Method):
-        raise LapwingError(
+        return LapwingError(
             f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."
         )
     if hasattr(method, "shape") and hasattr(method, "dtype"):
-        raise LapwingError(
+        return LapwingError(
             f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
             "[(x, y)]) to fit on inputs x and targets y."
         )
-    if method is not None and not isinstance(method, Method):
-        raise LapwingError(
-            f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
-            "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
-            "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
-            "lw.SWAG.from_snapshots."
-        )
+    return LapwingError(
+        f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
+        "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "
+        "lw.SubsetOfData(size=500), lw.SampledLLA() or lw.MeanField(): write method=lw.KFAC(). lw.SWAG is made by "
+        "lw.SWAG.from_snapshots."
+    )

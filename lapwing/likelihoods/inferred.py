@@ -114,30 +114,37 @@ def check_logits(likelihood: Likelihood, outputs: Tensor, targets: Tensor, weigh
     """
     if likelihood.activation is None or outputs.numel() < MIN_INFERRED:  # few logits may be in [0, 1] by chance
         return
-    outputs, softmax = at_least_float32(outputs), likelihood.activation == "softmax"
+    outputs = at_least_float32(outputs)
     for kind, (probabilities, line) in READINGS.items():
         p = probabilities(outputs)
-        if not bool(((p >= 0) & (p <= 1)).all()):
-            continue
-        found, likely = False, kind == "probabilities"
-        if softmax:
-            found, line = kind != "log probabilities" and _sums_to_one(p, weights), line.replace("logit()", "log()")
-        else:
-            gain = likelihood.log_prob(p.logit(1e-6), targets) - likelihood.log_prob(outputs, targets)
-            both = len(targets[~targets.isnan()].unique()) > 1
-            likely = (both and _surely_positive(gain)) or (likely and not _surely_positive(-gain))
-        if found or likely:
-            what = f"are {kind} that sum to one" if found else f"look like {kind}"
-            text = (
-                f"The outputs of the network, of shape (batch, {outputs.shape[1]}), {what}. The {likelihood.name} "
-                f"likelihood applies the {likelihood.activation} itself and needs logits. If the network is an "
-                "nn.Sequential that ends in a softmax or sigmoid, pass forward=lambda model, inputs: "
-                f"model[:-1](inputs), which leaves it out, or forward=lambda model, inputs: {line}."
-            )
-            if found:
-                raise LapwingError(text)
-            log.warning("%s", text)
+        low, high = torch.stack(p.aminmax()).tolist()  # one transfer from the device
+        if low >= 0 and high <= 1 and _is_told(likelihood, outputs, targets, weights, kind, p, line):
             return
+
+
+def _is_told(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, weights: torch.dtype, kind: str, p: Tensor, line: str
+) -> bool:
+    """Raises if the outputs are probabilities p of this kind; warns, and returns True, if they look like them."""
+    found, likely = False, kind == "probabilities"
+    if likelihood.activation == "softmax":
+        found, line = kind != "log probabilities" and _sums_to_one(p, weights), line.replace("logit()", "log()")
+    else:
+        gain = likelihood.log_prob(p.logit(1e-6), targets) - likelihood.log_prob(outputs, targets)
+        both = len(targets[~targets.isnan()].unique()) > 1
+        likely = (both and _surely_positive(gain)) or (likely and not _surely_positive(-gain))
+    what = f"are {kind} that sum to one" if found else f"look like {kind}"
+    text = (
+        f"The outputs of the network, of shape (batch, {outputs.shape[1]}), {what}. The {likelihood.name} "
+        f"likelihood applies the {likelihood.activation} itself and needs logits. If the network is an "
+        "nn.Sequential that ends in a softmax or sigmoid, pass forward=lambda model, inputs: "
+        f"model[:-1](inputs), which leaves it out, or forward=lambda model, inputs: {line}."
+    )
+    if found:
+        raise LapwingError(text)
+    if likely:
+        log.warning("%s", text)
+    return likely
 
 
 def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:

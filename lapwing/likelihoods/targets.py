@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,9 +38,27 @@ def check_labels(
 ) -> None:
     """Checks integer class labels (B,) from 0 to C - 1 against outputs (B, C); the label `ignored` is accepted too."""
     batch, classes = _batch_and_outputs(name, outputs_shape, device, labels, "labels")
+    whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    if whole and classes > 1 and labels.shape == (batch,):
+        low, high = torch.stack(labels.long().aminmax()).tolist() if batch else (0, 0)  # one transfer from the device
+        if 0 <= low <= high < classes or not bool(_outside(labels, classes, ignored).any()):
+            return
+    raise _labels_error(name, outputs_shape, labels, ignored)
+
+
+def _outside(labels: Tensor, classes: int, ignored: int | None) -> Tensor:
+    """Returns a mask of the labels that are no class and not `ignored`."""
+    numbers = labels.long()
+    bad = numbers != numbers.clamp(0, classes - 1)
+    return bad if ignored is None else bad & (numbers != ignored)
+
+
+def _labels_error(name: str, outputs_shape: torch.Size, labels: Tensor, ignored: int | None) -> LapwingError:
+    """Returns the error for labels that `check_labels` refuses."""
+    batch, classes = outputs_shape
     shape, dtype = tuple(labels.shape), labels.dtype
     if classes < 2:
-        raise LapwingError(
+        return LapwingError(
             f"{name} needs at least 2 outputs, one for each class. The outputs have shape {tuple(outputs_shape)}, "
             f"the labels {shape}. Write `likelihood='bernoulli'` for yes or no, `likelihood='gaussian'` and "
             "`y.float()` for numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
@@ -56,13 +76,13 @@ def check_labels(
             line = f"Write `y{integers}.argmax(1)` for one-hot labels or class probabilities"
         else:
             line = "Pass one label for each input, in the same order"
-        raise LapwingError(
+        return LapwingError(
             f"{name} accepts integer labels of shape ({batch},) for outputs of shape {tuple(outputs_shape)}. "
             f"The labels have shape {shape} and dtype {dtype}. {line}."
         )
     if dtype.is_floating_point and bool(labels.isnan().any()):
         bad = labels.isnan()
-        raise LapwingError(
+        return LapwingError(
             f"{name} accepts integer labels 0 to {classes - 1}, but {_where(bad, labels)} NaN. "
             "Drop those rows with `keep = ~y.isnan(); x, y = x[keep], y[keep].long()`."
         )
@@ -71,20 +91,16 @@ def check_labels(
         if dtype.is_floating_point:
             regression = 'Write `likelihood="gaussian"` for real targets'
             line = f'{line} (or, for regression, `likelihood="gaussian"`)' if _are_whole(labels) else regression
-        raise LapwingError(
+        return LapwingError(
             f"{name} accepts labels of an integer dtype from 0 to {classes - 1}. The labels have shape {shape} and "
             f"dtype {dtype}. {line}."
         )
-    numbers = labels.long()
-    bad = numbers != numbers.clamp(0, classes - 1)
-    if ignored is not None:
-        bad &= numbers != ignored
-    if bool(bad.any()):
-        first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
-        raise LapwingError(
-            f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
-            f"but {_where(bad, labels)} outside. {first}{_range_line(name, numbers, bad, classes)}."
-        )
+    bad = _outside(labels, classes, ignored)
+    first = "Write `y = y.long()` first. " if dtype in (torch.uint16, torch.uint32, torch.uint64) else ""
+    return LapwingError(
+        f"{name} accepts labels 0 to {classes - 1} for outputs of shape {tuple(outputs_shape)}, "
+        f"but {_where(bad, labels)} outside. {first}{_range_line(name, labels.long(), bad, classes)}."
+    )
 
 
 def check_real_targets(
@@ -237,22 +253,26 @@ def _batch_and_outputs(
     name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor, word: str
 ) -> tuple[int, int]:
     """Returns B and C of the outputs, after the checks that labels and real targets share."""
+    if not isinstance(targets, Tensor) or targets.device != device or len(outputs_shape) != 2:
+        raise _unreadable(name, outputs_shape, device, targets, word)
+    check_dense(targets, f"A tensor of the {word}")
+    return outputs_shape[0], outputs_shape[1]
+
+
+def _unreadable(name: str, outputs_shape: torch.Size, device: torch.device, targets: Any, word: str) -> LapwingError:
     if not isinstance(targets, Tensor):
-        raise LapwingError(
+        return LapwingError(
             f"{name} accepts {word} as a tensor. They are a {type(targets).__name__}. Write `torch.as_tensor(y)`."
         )
     if targets.device != device:
-        raise LapwingError(
+        return LapwingError(
             f"{name} accepts {word} on the device of the outputs, {device}. The {word} are on {targets.device}. "
             f'Write `y.to("{device}")`.'
         )
-    check_dense(targets, f"A tensor of the {word}")
-    if len(outputs_shape) != 2:
-        raise LapwingError(
-            f"{name} accepts outputs of shape (B, C). The outputs have shape {tuple(outputs_shape)}, the {word} "
-            f"{tuple(targets.shape)}. Write positions as rows, `f.reshape(-1, C)`, and reshape y in the same way."
-        )
-    return outputs_shape[0], outputs_shape[1]
+    return LapwingError(
+        f"{name} accepts outputs of shape (B, C). The outputs have shape {tuple(outputs_shape)}, the {word} "
+        f"{tuple(targets.shape)}. Write positions as rows, `f.reshape(-1, C)`, and reshape y in the same way."
+    )
 
 
 def _where(bad: Tensor, values: Tensor) -> str:

@@ -13,7 +13,7 @@ from ..covariance import Covariance
 from ..data.inputs import Inputs
 from ..likelihoods import Likelihood
 from ..tangent import MemoryNeed, Tangent
-from .problem import root_columns, root_positions
+from .problem import FisherRoot
 
 DECOMPOSITION_BYTES = 24  # per entry of a matrix that is decomposed: its copy in float64, and LAPACK's workspace
 
@@ -55,15 +55,14 @@ class FitShape:
     def of(cls, tangent: Tangent, likelihood: Likelihood, inputs: Inputs, samples: int) -> FitShape:
         """Returns the shape of a fit whose first batch has these inputs."""
         count = inputs.samples
-        columns = root_columns(likelihood, tangent.outputs, root_positions(tangent), tangent.device)
+        columns = FisherRoot.of(tangent, likelihood, 0).columns
         each = sum(x.numel() * x.dtype.itemsize for x in inputs.tensors) // count
         return cls(tangent, likelihood, columns, samples, count, each)
 
     def with_drawn_root(self) -> FitShape:
         """Returns the shape of a fit whose Fisher root is drawn for any number of outputs."""
-        tangent = self.tangent
-        columns = root_columns(self.likelihood, tangent.outputs, root_positions(tangent), tangent.device, sampled=True)
-        return replace(self, columns=columns)
+        root = FisherRoot.of(self.tangent, self.likelihood, 0, self.columns).drawn()
+        return replace(self, columns=root.columns)
 
     @property
     def pass_length(self) -> float:

@@ -72,7 +72,7 @@ class Batch:
         for part, record in self.tangent.records(self.inputs, cotangents, dtype, Reading(scratch_per_sample, kept)):
             if part.step is None:  # all positions of these samples, not one of each
                 outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
-            if cotangents.columns is not None:
+            if cotangents.columns is not None and not (self.likelihood is self.weights is None):
                 weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
             if weights is not None:
                 record = record.weighted(weights)
@@ -88,8 +88,6 @@ class Batch:
 
         None means ones. `sizes` are the sizes of the positions, and `kept` a mask (B, T) of the recorded positions.
         """
-        if self.likelihood is None and self.weights is None:
-            return None
         count, targets, weights = self.targets_of_rows(sizes, kept)
         # one row of targets for each entry of `part`
         row_per_part = self.tangent.positions.rows_are_positions or count == 1
@@ -104,7 +102,7 @@ class Batch:
     def targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None = None) -> tuple[int, Tensor, Tensor | None]:
         """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
         places = self.tangent.positions.places(self.count, sizes)
-        targets = places.targets(self.targets, self.tangent.outputs)
+        targets = places.targets(self.targets, self.tangent.outputs) if sizes else self.targets
         weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
         if kept is not None:
             targets, weights = targets[kept.flatten()], None if weights is None else weights[kept.flatten()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import inf
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,30 +91,37 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
 
 
 def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
-    parameters, dtype = tangent.parameters, tangent.dtype
     if isinstance(mean, Mapping):
-        mean = {name: real(value) if isinstance(value, Tensor) else value for name, value in mean.items()}
-        wrong = [
-            str(name) for name, value in mean.items()
-            if name not in parameters or not isinstance(value, Tensor) or value.shape != parameters[name].shape
-            or not value.to(dtype).isfinite().all()
-        ]  # fmt: skip
-        if wrong:
-            accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])
-            raise LapwingError(
-                f"prior_mean of {', '.join(wrong)} is not finite, or no treated parameter has its name and shape. "
-                f"The parameters are {accepted}, ... Write prior_mean={{name: tensor}}."
-            )
-        values = {
-            name: mean.get(name, torch.zeros_like(value)).detach().to(value.device, dtype)
-            for name, value in parameters.items()
-        }
-    elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(dtype).max:
-        number = torch.tensor(float(mean), dtype=dtype, device=tangent.device)
+        return _mean_by_parameter(tangent, mean)
+    if isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(tangent.dtype).max:
+        number = torch.tensor(float(mean), dtype=tangent.dtype, device=tangent.device)
         return {block.name: number.expand(block.size) for block in tangent.blocks}
-    else:
+    raise _no_mean(mean, tangent.dtype)
+
+
+def _no_mean(mean: Any, dtype: torch.dtype) -> LapwingError:
+    return LapwingError(
+        f"prior_mean={shown(mean)} must be a finite number in the range of {dtype}, or {{parameter: tensor}}. Write "
+        "prior_mean=0.0."
+    )
+
+
+def _mean_by_parameter(tangent: Tangent, mean: Mapping[str, Tensor]) -> Vectors:
+    parameters, dtype = tangent.parameters, tangent.dtype
+    mean = {name: real(value) if isinstance(value, Tensor) else value for name, value in mean.items()}
+    wrong = [
+        str(name) for name, value in mean.items()
+        if name not in parameters or not isinstance(value, Tensor) or value.shape != parameters[name].shape
+        or not value.to(dtype).isfinite().all()
+    ]  # fmt: skip
+    if wrong:
+        accepted = ", ".join(f"{name} {tuple(value.shape)}" for name, value in list(parameters.items())[:4])
         raise LapwingError(
-            f"prior_mean={shown(mean)} must be a finite number in the range of {dtype}, or {{parameter: tensor}}. "
-            "Write prior_mean=0.0."
+            f"prior_mean of {', '.join(wrong)} is not finite, or no treated parameter has its name and shape. "
+            f"The parameters are {accepted}, ... Write prior_mean={{name: tensor}}."
         )
+    values = {
+        name: mean.get(name, torch.zeros_like(value)).detach().to(value.device, dtype)
+        for name, value in parameters.items()
+    }
     return join(tangent.blocks, values)

@@ -62,15 +62,6 @@ def root_positions(tangent: Tangent) -> int:
     return 1 if tangent.positions.rows_are_positions else tangent.positions.count
 
 
-def root_columns(
-    likelihood: Likelihood, outputs: int, positions: int, device: torch.device, sampled: bool = False
-) -> int:
-    """Returns the number of columns of the Fisher root for an input with C outputs at each of T positions."""
-    if sampled or outputs * positions > EXACT_FISHER_OUTPUTS:
-        return 1 if positions == 1 else POSITION_DRAWS
-    return positions * _root(likelihood, torch.zeros(1, outputs, device=device)).shape[-1]
-
-
 def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Returns the likelihood's root (B, C, R) at outputs (B, C), or with a generator one random column (B, C, 1)."""
     if generator is None:
@@ -109,8 +100,10 @@ class FisherRoot(Cotangents):
         self._likelihood, self.generator, self._outputs, self._positions = likelihood, generator, outputs, positions
         self.sampled, self.exact = sampled, not sampled and outputs * positions <= EXACT_FISHER_OUTPUTS
         self.draws = 1 if positions == 1 else POSITION_DRAWS
-        asked = root_columns(likelihood, outputs, positions, generator.device, sampled) if columns is None else columns
-        self.columns = self.rank = asked
+        if columns is None:
+            zero = torch.zeros(1, outputs, device=generator.device)
+            columns = positions * _root(likelihood, zero).shape[-1] if self.exact else self.draws
+        self.columns = self.rank = columns
         self._logged = sampled  # as asked for
 
     @classmethod
@@ -134,6 +127,11 @@ class FisherRoot(Cotangents):
         generator = self.generator if drawn else None
         if count == 1:
             return _root(self._likelihood, outputs, generator)
+        return self._at_positions(outputs, generator)
+
+    def _at_positions(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Returns the root at outputs (B, T C): block-diagonal over T positions, or drawn with a generator."""
+        count, drawn = outputs.shape[1] // self._outputs, generator is not None
         rows, shape = outputs.reshape(-1, self._outputs), (len(outputs), count, self._outputs)
         if drawn:
             draws = [_root(self._likelihood, rows, generator) for _ in range(self.draws)]

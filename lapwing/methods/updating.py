@@ -81,7 +81,8 @@ class _MoreRows(AllRows):
 def _former_factors(covariance: Blockwise, problem: Problem) -> tuple[Factors, dict[str, str]]:
     """Returns the sums of KFAC's pass over the former data, computed from the structures, and the kind of each."""
     kinds, none = dict[str, str](), problem.zeros(0, dtype=torch.int64)
-    kronecker = [one.factors for one in covariance.structures.values() if isinstance(one, KroneckerBlock)]
+    every: Any = covariance.structures.values()
+    kronecker = [one.factors for one in every if one.kind == KroneckerBlock.kind]
     former = Factors(torch.cat([none, *(factors.count for factors in kronecker)]))
     if former.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
         least = [(factors.input_eigenvalues > 0).sum(-1).amax(keepdim=True) for factors in kronecker]

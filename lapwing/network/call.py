@@ -53,15 +53,20 @@ class Call:
     def __call__(self, inputs: Inputs) -> Any:
         """Calls the network and returns its result unchanged."""
         model, forward, value = self.model, self.forward, inputs.value
+        if forward is None and isinstance(value, Tensor):
+            return model(value)
         if callable(forward):
             return forward(model, value)
+        return self._unpacked(value)
+
+    def _unpacked(self, value: Any) -> Any:
+        """Calls the network with a tuple or a dict of inputs; raises for other inputs, and a wrong `forward`."""
+        model, forward = self.model, self.forward
         if forward is not None:
             raise LapwingError(
                 f"forward={shown(forward)} is not a function of the model and a batch's inputs. Write forward=lambda "
                 "model, inputs: model(inputs)."
             )
-        if isinstance(value, Tensor):
-            return model(value)
         if isinstance(value, Mapping):
             if not all(isinstance(name, str) for name in value):
                 raise LapwingError(

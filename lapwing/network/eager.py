@@ -121,6 +121,10 @@ class EagerMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if function not in REPLACED:
             return self.intercept(function, args, kwargs)
+        return self._replace(function, args, kwargs)
+
+    def _replace(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs one of the functions of `REPLACED` in another way."""
         self.rounds = self.rounds or function not in AS_EXACT
         if function is F.multi_head_attention_forward:
             with self:

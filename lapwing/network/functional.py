@@ -92,11 +92,7 @@ class FirstCall(NamedTuple):
         if self.reads.checkpointed.intersection(names):  # the message of a backward pass through a checkpoint
             raise RuntimeError("torch.utils.checkpoint has no graph of the parameters")
         if not self.outputs.requires_grad:
-            raise LapwingError(
-                f"The outputs have no gradient for any of the {len(names)} parameters of {kind} "
-                f"({', '.join(names[:3])}) to treat. Take @torch.no_grad() off forward(), or choose other "
-                "parameters with params=."
-            )
+            raise _no_gradient(kind, names)
         gradients: tuple[Tensor | None, ...] = ()
         error = None
         try:
@@ -106,15 +102,25 @@ class FirstCall(NamedTuple):
             error = raised
         own = [name for name in names if name in self.reads.names]
         if own:
-            raise LapwingError(
-                f"{kind} uses {own[0]} in a torch.autograd.Function whose backward pass runs a module again, or by a "
-                "reference from outside of the module, so lapwing cannot replace it there. Call the module itself in "
-                "eval mode (odeint instead of odeint_adjoint), or leave such parameters out, for instance by "
-                "params=lw.last_layer."
-            ) from error
+            raise _uses_itself(kind, own[0]) from error
         if error is not None:
             raise error
         return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+
+
+def _no_gradient(kind: str, names: Sequence[str]) -> LapwingError:
+    return LapwingError(
+        f"The outputs have no gradient for any of the {len(names)} parameters of {kind} ({', '.join(names[:3])}) to "
+        "treat. Take @torch.no_grad() off forward(), or choose other parameters with params=."
+    )
+
+
+def _uses_itself(kind: str, name: str) -> LapwingError:
+    return LapwingError(
+        f"{kind} uses {name} in a torch.autograd.Function whose backward pass runs a module again, or by a reference "
+        "from outside of the module, so lapwing cannot replace it there. Call the module itself in eval mode (odeint "
+        "instead of odeint_adjoint), or leave such parameters out, for instance by params=lw.last_layer."
+    )
 
 
 def first_call(call: Call, parameters: Mapping[str, Tensor], leaves: Mapping[str, Tensor], inputs: Inputs) -> FirstCall:

@@ -47,10 +47,7 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
     With `last_layer`, only that is treated, and layers before it may be quantized with fixed scales.
     """
     if not isinstance(model, nn.Module):
-        raise LapwingError(
-            f"The model has the type {type(model).__name__} and must be a torch.nn.Module with trained weights. Pass "
-            "the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
-        )
+        raise _no_module(model)
     model = uncompiled(model)
     named = own_parameters(model)
     sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
@@ -60,24 +57,37 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
             f"{type(model).__name__} has no parameters. Pass the nn.Module that holds the trained weights."
         )
     for name, value in named.items():
-        if value.is_meta or isinstance(value, nn.UninitializedParameter):
-            raise LapwingError(
-                f"The parameter {name} of {type(model).__name__} holds no numbers ("
-                f"{'on the meta device' if value.is_meta else 'not initialised'}). Load trained weights first: "
-                "model.load_state_dict(torch.load(path), assign=True)."
-            )
-        if type(value).__name__ == "DTensor" or sharded:
-            raise LapwingError(
-                f"The weights of {type(model).__name__} (such as {name}) are sharded over processes, and lapwing needs "
-                "whole weights: fit its last layer on its features as docs/scaling.md shows, or load its full state "
-                "dict into a network that is not sharded."
-            )
-        if value.is_inference():
-            raise LapwingError(
-                f"The parameter {name} of {type(model).__name__} was made in torch.inference_mode(), where no "
-                "gradients exist. Build and load the network outside it."
-            )
+        sharded = sharded or type(value).__name__ == "DTensor"
+        if sharded or value.is_meta or value.is_inference() or isinstance(value, nn.UninitializedParameter):
+            raise _unusable(type(model).__name__, name, value)
     return model
+
+
+def _no_module(model: Any) -> LapwingError:
+    return LapwingError(
+        f"The model has the type {type(model).__name__} and must be a torch.nn.Module with trained weights. Pass "
+        "the module itself, with forward=lambda model, inputs: ... where it is not called as model(x)."
+    )
+
+
+def _unusable(model: str, name: str, value: Tensor) -> LapwingError:
+    """Returns the error for a network with a parameter without numbers or gradients, or that is sharded."""
+    if value.is_meta or isinstance(value, nn.UninitializedParameter):
+        return LapwingError(
+            f"The parameter {name} of {model} holds no numbers ("
+            f"{'on the meta device' if value.is_meta else 'not initialised'}). Load trained weights first: "
+            "model.load_state_dict(torch.load(path), assign=True)."
+        )
+    if value.is_inference():
+        return LapwingError(
+            f"The parameter {name} of {model} was made in torch.inference_mode(), where no "
+            "gradients exist. Build and load the network outside it."
+        )
+    return LapwingError(
+        f"The weights of {model} (such as {name}) are sharded over processes, and lapwing needs "
+        "whole weights: fit its last layer on its features as docs/scaling.md shows, or load its full state "
+        "dict into a network that is not sharded."
+    )
 
 
 def check_constant(model: nn.Module, written: str | None) -> None:
@@ -121,11 +131,20 @@ def check_recording(
         nonfinite.append(~recording.outputs.isfinite().all(-1))
     name = type(model).__name__
     if recording.outputs.shape[1] != outputs:
-        raise LapwingError(
-            f"The outputs of {name} have the shape {tuple(recording.outputs.shape)} at {inputs}, and "
-            f"there were {outputs} for each sample on the first batch. Check the shape of the inputs, and pass a "
-            "single sample as x[None]."
-        )
+        raise _other_width(name, inputs, recording.outputs.shape, outputs)
+    if recording.elsewhere or recording.differentiated or any(use.stale for use in recording.noted):
+        _refuse_other_use(recording, name)
+
+
+def _other_width(name: str, inputs: Inputs, shape: torch.Size, outputs: int) -> LapwingError:
+    return LapwingError(
+        f"The outputs of {name} have the shape {tuple(shape)} at {inputs}, and there were {outputs} for each sample on "
+        "the first batch. Check the shape of the inputs, and pass a single sample as x[None]."
+    )
+
+
+def _refuse_other_use(recording: Recording, name: str) -> None:
+    """Raises if a call uses a treated weight in another way than the first batch did."""
     stale = [min(use.names.values()) for use in recording.noted if use.stale]
     difference = ""
     if recording.elsewhere:

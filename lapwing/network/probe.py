@@ -223,19 +223,26 @@ def _explained(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            raise LapwingError(
-                f"{type(model).__name__} overwrites a tensor that the gradients of an earlier call need, such as the "
-                "input of a layer. Let forward() make a new tensor: write h = h * 2 instead of h.mul_(2)."
-            ) from error
-        if "torch.utils.checkpoint" not in str(error):
+        explained = _explanation(str(error), type(model).__name__)
+        if explained is None:
             raise
-        raise LapwingError(
-            f"{type(model).__name__} calls torch.utils.checkpoint.checkpoint around parameters to treat, so it would "
-            "run a second time, unseen. Turn checkpointing off, by model.gradient_checkpointing_disable(), "
+        raise explained from error
+
+
+def _explanation(error: str, name: str) -> LapwingError | None:
+    if "modified by an inplace operation" in error:
+        return LapwingError(
+            f"{name} overwrites a tensor that the gradients of an earlier call need, such as the input of a layer. Let "
+            "forward() make a new tensor: write h = h * 2 instead of h.mul_(2)."
+        )
+    if "torch.utils.checkpoint" in error:
+        return LapwingError(
+            f"{name} calls torch.utils.checkpoint.checkpoint around parameters to treat, so it would run a second "
+            "time, unseen. Turn checkpointing off, by model.gradient_checkpointing_disable(), "
             "model.set_grad_checkpointing(False) or a test of self.training in forward(), or leave these parameters "
             "out, for instance by params=lw.last_layer."
-        ) from error
+        )
+    return None
 
 
 def _few(call: Call, inputs: Inputs, rows: int) -> Inputs:

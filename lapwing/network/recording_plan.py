@@ -118,6 +118,10 @@ class RecordingPlan:
             )
         if names == self._names and kinds == self.kinds:
             return self.uses
+        return self._reordered(names, kinds, model)
+
+    def _reordered(self, names: list[dict[str, str]], kinds: tuple[str, ...], model: str) -> Uses:
+        """Returns the uses of a recording in another order than the survey's; raises unless it has the same ones."""
         order = [tuple(sorted(use.items())) for use in names]
         clear = all(len(self._axes.get(use, ())) == 1 for use in order)
         clear = clear and set(zip(self.order, self.kinds, strict=True)).issuperset(zip(order, kinds, strict=True))

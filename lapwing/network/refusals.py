@@ -62,24 +62,26 @@ def drops_at_random(layer: nn.Module) -> Refusal | None:
     return None
 
 
+DYNAMIC = Refusal(
+    "is quantized dynamically: no gradients pass through it, and its rounding of one sample depends on the rest of the "
+    "batch",
+    "Fit the network before it is quantized. Or fit a head that is kept in floating point as a network of its own, on "
+    "features that the layers before it give: lw.fit(head, [(features, targets)]).",
+)
+QUANTIZED = Refusal(
+    "is quantized, and no gradients pass through it",
+    "Fit the network before it is quantized, or treat a last layer that is kept in floating point: "
+    "params=lw.last_layer.",
+    only_all_weights=True,
+)
+
+
 def is_quantized(layer: nn.Module) -> Refusal | None:
     """Refuses quantized layers. Layers with fixed scales may come before a last layer in floating point."""
     place = type(layer).__module__
-    if ".quantized.dynamic" in place:
-        return Refusal(
-            "is quantized dynamically: no gradients pass through it, and its rounding of one sample depends on the "
-            "rest of the batch",
-            "Fit the network before it is quantized. Or fit a head that is kept in floating point as a network of its "
-            "own, on features that the layers before it give: lw.fit(head, [(features, targets)]).",
-        )
-    if ".quantized" in place:
-        return Refusal(
-            "is quantized, and no gradients pass through it",
-            "Fit the network before it is quantized, or treat a last layer that is kept in floating point: "
-            "params=lw.last_layer.",
-            only_all_weights=True,
-        )
-    return None
+    if ".quantized" not in place:
+        return None
+    return DYNAMIC if ".quantized.dynamic" in place else QUANTIZED
 
 
 REFUSALS: tuple[tuple[tuple[type[nn.Module], ...], Callable[..., Refusal | None]], ...] = (
@@ -101,14 +103,18 @@ def check_layers(model: nn.Module, last_layer: bool = True) -> None:
             if refusal is not None and not (last_layer and refusal.only_all_weights):
                 path = prefix[:-1]
                 found.append((refusal._replace(remedy=refusal.remedy.format(path=path)), _shown(path, layer)))
-    if not found:
-        return
+    if found:
+        raise _refused(model, found)
+
+
+def _refused(model: nn.Module, found: list[tuple[Refusal, str]]) -> LapwingError:
+    """Returns the error for the first refusal, with the layers that it concerns."""
     reason, remedy, _ = found[0][0]
     first, *others = [layer for refusal, layer in found if refusal.reason == reason]
     if len(others) > 2:
         others[2:] = [f"{len(others) - 2} more"]
     also = f" (also {', '.join(others)})" if others else ""
-    raise LapwingError(f"The layer {first} of {type(model).__name__}{also} {reason}. {remedy}")
+    return LapwingError(f"The layer {first} of {type(model).__name__}{also} {reason}. {remedy}")
 
 
 def quantized_layers(model: nn.Module) -> list[str]:

@@ -45,22 +45,13 @@ class SampleAxisCheck:
         for block, block_uses in uses.items():
             for i, axis, _ in block_uses:
                 if axis.axis >= noted[i].use.sample_dims:
-                    raise LapwingError(
-                        f"The layer {block} of {name} held the samples on dimension {axis.axis} in the fit, and now "
-                        f"works on a tensor of shape {tuple(noted[i].out.shape)}. Give inputs of as many dimensions as "
-                        "in the fit, or fit again."
-                    )
+                    raise _fewer_dimensions(f"{block} of {name}", axis.axis, noted[i].out.shape)
         if len(outputs) < 2:
             self._known.add(shapes)
             return
         layer, conclusive = moved_layer(outputs, noted, uses)
         if layer:
-            raise SampleAxisMoved(
-                f"{name} at {len(outputs)} samples: the layer of {layer} does not hold them as on the first batch, "
-                "because forward() sorts, packs or leaves out parts of them. Joint covariances and inducing points "
-                "need layers that always hold the samples in the same way. Leave this one out with params=lambda name, "
-                "parameter: ..., or ask for single samples."
-            )
+            raise _moved(f"{name} at {len(outputs)} samples", layer)
         if conclusive and not routed:
             self._known.add(shapes)
 
@@ -69,6 +60,21 @@ class SampleAxisCheck:
         if not self._warned:
             self._warned = True
             log.warning("%s. They are taken one by one, which is slow.", str(error).partition(". ")[0])
+
+
+def _moved(where: str, layer: str) -> SampleAxisMoved:
+    return SampleAxisMoved(
+        f"{where}: the layer of {layer} does not hold them as on the first batch, because forward() sorts, packs or "
+        "leaves out parts of them. Joint covariances and inducing points need layers that always hold the samples in "
+        "the same way. Leave this one out with params=lambda name, parameter: ..., or ask for single samples."
+    )
+
+
+def _fewer_dimensions(layer: str, axis: int, shape: torch.Size) -> LapwingError:
+    return LapwingError(
+        f"The layer {layer} held the samples on dimension {axis} in the fit, and now works on a tensor of shape "
+        f"{tuple(shape)}. Give inputs of as many dimensions as in the fit, or fit again."
+    )
 
 
 def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tuple[str, bool]:

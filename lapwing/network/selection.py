@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 
@@ -101,12 +102,7 @@ def matching(*patterns: str) -> Matching:
 def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> tuple[str, ...]:
     """Returns the names of the parameters that a predicate selects, or raises if it selects none."""
     if not callable(params):
-        known = params in ("everything", "last_layer") if isinstance(params, str) else False
-        example = f"lw.{params}" if known else "lambda name, parameter: name.startswith('head')"
-        raise LapwingError(
-            f"params={shown(params)} is none of lw.everything, lw.last_layer, lw.matching('*.weight') and a predicate. "
-            f"Write params={example}."
-        )
+        raise _no_predicate(params)
     try:
         chosen = tuple(name for name, value in parameters.items() if params(name, value))
     except TypeError as error:
@@ -116,11 +112,24 @@ def select(params: Predicate, parameters: Mapping[str, Tensor], model_name: str)
         ) from error
     numbers = [name for name in chosen if parameters[name].is_floating_point() or parameters[name].is_complex()]
     names = with_entries(numbers, parameters)
-    if names:
-        return names
+    if not names:
+        raise _none_selected(params, parameters, model_name)
+    return names
+
+
+def _no_predicate(params: Any) -> LapwingError:
+    known = params in ("everything", "last_layer") if isinstance(params, str) else False
+    example = f"lw.{params}" if known else "lambda name, parameter: name.startswith('head')"
+    return LapwingError(
+        f"params={shown(params)} is none of lw.everything, lw.last_layer, lw.matching('*.weight') and a predicate. "
+        f"Write params={example}."
+    )
+
+
+def _none_selected(params: Predicate, parameters: Mapping[str, Tensor], model_name: str) -> LapwingError:
     frozen = sum(not value.requires_grad for value in parameters.values())
     listed = f"{', '.join(list(parameters)[:4])}{', ...' if len(parameters) > 4 else ''}"
-    raise LapwingError(
+    return LapwingError(
         f"params={shown(params)} selects no parameter of {model_name}, which has {len(parameters)} ({frozen} frozen; "
         f"names: {listed}). Pass params=lw.matching('*') to treat frozen parameters too, or name some with "
         "params=lw.matching(...)."

@@ -70,7 +70,8 @@ def with_data(
         )
     likelihood = posterior.likelihood.of_statistics(posterior.statistics)
     runner = Runner(data, checkpoint=checkpoint)
-    check_same_network(tangent.model)
+    if ranks.several():
+        check_same_network(tangent.model)
     seed = posterior.samples  # differs from the default seed 0, and from the seed of an earlier update
     problem = Problem(
         tangent=tangent, likelihood=likelihood, root=FisherRoot.of(tangent, likelihood, seed + ranks.rank()),

@@ -157,14 +157,17 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
         )
     check_noise(posterior.likelihood, posterior.tangent)
     if posterior.covariance.has_rounding_noise():
-        log.log(
-            logging.WARNING if posterior.prior.fixed else logging.INFO,  # a tuning scored these very variances
-            "The prior precision is too weak for the digits of %s: variances of %s in directions of least "
-            "curvature are rounding noise. Pass a larger prior_precision=, or fit the network in float64 with "
-            "model.double().",
-            posterior.tangent.dtype, posterior.method,
-        )  # fmt: skip
+        _tell_of_rounding(posterior)
     return posterior
+
+
+def _tell_of_rounding(posterior: Posterior) -> None:
+    log.log(
+        logging.WARNING if posterior.prior.fixed else logging.INFO,  # a tuning scored these very variances
+        "The prior precision is too weak for the digits of %s: variances of %s in directions of least curvature are "
+        "rounding noise. Pass a larger prior_precision=, or fit the network in float64 with model.double().",
+        posterior.tangent.dtype, posterior.method,
+    )  # fmt: skip
 
 
 def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:

@@ -156,6 +156,7 @@ class Checkpoint(NoCheckpoint):
 
     def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
         """Writes the file."""
+        state.sums = state.sums.mapped(Tensor.contiguous)  # as the file returns them
         state.generator = generator.get_state()
         self._passes.append((label, _copied(state)))
         if ranks.rank() == 0:

@@ -98,8 +98,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def check_same_network(model: nn.Module) -> None:
     """Raises if the weights differ between ranks, or if the network is a DistributedDataParallel."""
-    if not ranks.several():
-        return
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise LapwingError(
             "The model is a DistributedDataParallel, whose calls wait for each other, but the processes of a fit make "

@@ -114,6 +114,10 @@ class Runner:
             self._checkpoint = NoCheckpoint()
         if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
             return self._sums(step, problem).state
+        return self._with_first_parts(step, problem, stop)
+
+    def _with_first_parts(self, step: CurvaturePass[Any], problem: Problem, stop: Stop | None) -> State:
+        """Runs a curvature pass, and again for the first samples; ends with these if `stop` says so."""
         generator = problem.root.generator
         state_before, state = generator.get_state(), None if stop else self._sums(step, problem).state
         state_after, count = generator.get_state(), self.count()
@@ -205,7 +209,6 @@ class Runner:
             if collects and not at.sums.counted:
                 raise no_targets_error("labels")
             at.whole |= collects
-        at.sums = at.sums.mapped(Tensor.contiguous)  # as a checkpoint returns them
         at.finished = True
         self._checkpoint.after_pass(step.label, at, problem.root.generator)
 

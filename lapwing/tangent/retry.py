@@ -117,14 +117,19 @@ def memory_errors(what: str, instead: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        asked = re.search(r"allocate ([\d.]+) (\w+)", str(error))
-        amount = "" if asked is None else f" of {asked[0].removeprefix('allocate ')}"
-        limit = f"the {memory_limit() / 2**30:.3g} GiB that this process may use"
-        if re.search("CUDA|HIP|XPU|GPU", str(error)):  # torch has one class for all devices
-            limit = "the GPU"
-        raise LapwingError(
-            f"{what} ran out of memory: a tensor{amount} did not fit into {limit}, in addition to the memory in use. "
-            f"{instead}"
-        ) from error
+        raise _out_of_memory(error, what, instead) from error
     finally:
         _LIMIT.reset(token)
+
+
+def _out_of_memory(error: BaseException, what: str, instead: str) -> LapwingError:
+    """Returns the error that names the step that ran out of memory, the tensor that did not fit, and a remedy."""
+    asked = re.search(r"allocate ([\d.]+) (\w+)", str(error))
+    amount = "" if asked is None else f" of {asked[0].removeprefix('allocate ')}"
+    limit = f"the {memory_limit() / 2**30:.3g} GiB that this process may use"
+    if re.search("CUDA|HIP|XPU|GPU", str(error)):  # torch has one class for all devices
+        limit = "the GPU"
+    return LapwingError(
+        f"{what} ran out of memory: a tensor{amount} did not fit into {limit}, in addition to the memory in use. "
+        f"{instead}"
+    )

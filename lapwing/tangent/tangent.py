@@ -350,8 +350,12 @@ class Tangent:
 
         The network's activations, and their gradients for one output, do not count: no choice here changes them.
         """
-        name, budget = type(self.model).__name__, self.memory / 2**20
         smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
+        if max(smallest, whole) > self.memory:
+            self._tell_of_memory(smallest, whole)
+
+    def _tell_of_memory(self, smallest: int, whole: int) -> None:
+        name, budget = type(self.model).__name__, self.memory / 2**20
         if smallest > self.memory:
             log.warning(
                 "One sample of %s needs about %.0f MiB even for one output and one position at a time, more than the "
@@ -359,7 +363,7 @@ class Tangent:
                 "params=lw.last_layer.",
                 name, smallest / 2**20, budget, 2 ** (smallest - 1).bit_length(),
             )  # fmt: skip
-        elif whole > self.memory:
+        else:
             log.info(
                 "One sample of %s needs about %.0f MiB (C = %d), and the memory budget is %.0f MiB. So lapwing "
                 "processes its layers, outputs and positions in several steps. Pass memory=%d to process them in one.",
