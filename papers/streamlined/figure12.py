@@ -7,10 +7,11 @@ from typing import Any
 
 import lapwing as lw
 from papers.common.results import Rows, once
+from papers.common.scores import probabilities
 from papers.common.tables import grid, shown
 from papers.streamlined.figure11 import over_draws
 from papers.streamlined.setting import scores
-from papers.streamlined.table2 import MLPTask, probabilities
+from papers.streamlined.table2 import MLPTask
 
 TESTED, COUNTS = 1000, (10, 50, 100, 200, 500, 1000, 2000, 5000)
 """Test images, and numbers of draws."""
