@@ -1,9 +1,8 @@
-"""Figures 11 and 12: scores of sampling over the number of draws; the ViT, and the MLP on Fashion-MNIST."""
+"""Figure 11: scores of sampling over the number of draws; the ViT on Fashion-MNIST."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from papers.common.data import Batches
 from papers.common.results import Rows, once
 from papers.common.scores import probabilities
 from papers.common.tables import grid, shown
-from papers.streamlined.setting import WAYS, Setting, labels, relu_mlp, scores, treated
-from papers.streamlined.transformers import task
+from papers.streamlined.setting import WAYS, Setting, labels, scores, treated
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
@@ -23,10 +21,8 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     rows = Rows(__file__, {"tested": 1000})
     for seed in seeds:
         vit = once(lambda seed=seed: Setting.load("fashion_mnist", seed, tested=1000))  # type: ignore[misc]
-        mlp = once(lambda seed=seed, vit=vit: mlp_setting(vit(), seed))  # type: ignore[misc]
         attention = once(lambda vit=vit: treated(vit().model)["attention"])  # type: ignore[misc]
         _add(rows, "ViT, attention", seed, vit, attention, (2, 5, 10, 20, 50, 100, 200))
-        _add(rows, "MLP, all weights", seed, mlp, lambda: lw.everything, (2, 10, 50, 100, 200, 500, 1000))
     return rows.all()
 
 
@@ -40,12 +36,6 @@ def _add(
         rows.add(run, "sampling", lambda p: over_draws(p(), setting().test, counts, counts[-1]), posterior)
         for label in ("GLM", "streamlined"):
             rows.add(run, label, lambda p, w: setting().row(p(), w), posterior, WAYS[label])
-
-
-def mlp_setting(images: Setting, seed: int) -> Setting:
-    """Returns the MLP on the images of another setting."""
-    found = task("fashion_mnist", seed)
-    return replace(images, model=relu_mlp(*found.train, "fashion_mnist", seed))
 
 
 def over_draws(
@@ -78,7 +68,7 @@ def over_draws(
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns the NLPD by the number of draws."""
-    counts = ("50", "100", "200", "1000")
+    counts = ("50", "100", "200")
     rows = {
         name: [shown(found["sampling"].get(count, {}).get("nlpd")) for count in counts]
         for name, found in results["table"].items()
