@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import inf
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings
 from ..linalg import total
@@ -71,13 +73,10 @@ class Blockwise(PriorCovariance):
 
     def has_rounding_noise(self) -> bool:
         """Whether the rounding error of some eigenvalue λ of a block exceeds `λ + δ/s`."""
-        found = {name: structure.largest() for name, structure in self.structures.items()}
-        tops = {name: top.to(self.precision.device) for name, top in found.items() if top is not None}
-        values = torch.stack([*tops.values()]).tolist() if tops else []  # one transfer from the device
-        return any(
-            self.structures[name].has_rounding_noise(top, self._delta[name] / self.scale)
-            for name, top in zip(tops, values, strict=True)
-        )
+        values, least = [s.eigenvalues for s in self.structures.values()], min(self._delta.values()) / self.scale
+        if torch.finfo(values[0].dtype).eps * float(get_total_norm(values, inf)) <= least:  # all blocks at once
+            return False
+        return any(s.has_rounding_noise(self._delta[name] / self.scale) for name, s in self.structures.items())
 
     def shares_contraction_with(self, other: PriorCovariance) -> bool:
         return isinstance(other, Blockwise) and other.structures is self.structures

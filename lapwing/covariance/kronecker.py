@@ -63,17 +63,14 @@ class KroneckerBlock(Structure):
             matrix = matrix @ (self.inputs.mT if back else self.inputs)
         return matrix.flatten(-3) if back else matrix
 
-    def largest(self) -> Tensor:
-        return self.eigenvalues.amax()
-
-    def has_rounding_noise(self, largest: float, precision: float) -> bool:
+    def has_rounding_noise(self, precision: float) -> bool:
         """Whether `eps λ_max > μ + precision`; μ is the smallest positive maximum of a row or column of λ."""
         # γ_j has an error of eps γ_max, largest times α_max; the same holds for α_i; eigenvalues of 0 are exact
-        error = torch.finfo(self.eigenvalues.dtype).eps * largest
+        error = torch.finfo(self.eigenvalues.dtype).eps * float(self.eigenvalues.amax())
         if error <= precision:
             return False
-        maxima = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
-        return error > float(maxima[maxima > 0].amin()) + precision
+        largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
+        return error > float(largest[largest > 0].amin()) + precision
 
     def diagonal(self, weights: Tensor) -> Tensor:
         """Returns `U_out² w (U_in²)ᵀ` (P,)."""

@@ -62,12 +62,8 @@ class Structure(ABC):
     def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
         """Returns `U diag(w) Uᵀ` as the covariance of a matrix weight of shape (G, O, I)."""
 
-    def largest(self) -> Tensor | None:
-        """Returns the largest eigenvalue, a scalar tensor; None if rounding errors of eigenvalues are no concern."""
-        return None
-
-    def has_rounding_noise(self, largest: float, precision: float) -> bool:
-        """Whether the rounding error of some eigenvalue λ exceeds λ + precision; `largest` is λ_max."""
+    def has_rounding_noise(self, precision: float) -> bool:
+        """Whether the rounding error of some eigenvalue λ exceeds λ + precision."""
         return False
 
     def tensors(self) -> dict[str, Tensor]:

@@ -77,7 +77,10 @@ def columns_of(data: Any) -> Columns:
 
 def ordered(data: Any, columns: Columns) -> Any:
     """Returns data whose frames have their columns in the order of the fit, found by name; raises for other columns."""
+    return _ordered(data, columns) if columns and columns_of(data) else data
 
+
+def _ordered(data: Any, columns: Columns) -> Any:
     def one(part: Any) -> Any:
         names = _names(part)
         same = next((known for known in columns if sorted(known) == sorted(names)), None)
@@ -89,7 +92,7 @@ def ordered(data: Any, columns: Columns) -> Any:
             )
         return part if same in (None, names) else part[list(same)]
 
-    return pytree.tree_map(one, data) if columns and columns_of(data) else data
+    return pytree.tree_map(one, data)
 
 
 def _names(part: Any) -> tuple[str, ...]:

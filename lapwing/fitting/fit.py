@@ -103,7 +103,8 @@ def fit(
             and `data_size` count samples, not weights.
         forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are not the right call.
         memory: budget in bytes; None means 1 GiB, or an eighth of the GPU's memory if that is more. A fit uses up to
-            twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs.
+            twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs and
+            its decomposition.
         seed: seed of all random choices.
         checkpoint: path of a file from which a killed fit continues, to the same posterior: call `lw.fit` again with
             the same arguments, and a loader that repeats its order. The end of the fit removes it.

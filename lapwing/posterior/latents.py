@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,18 +53,22 @@ def latents_of(
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
-        every = (one(_inputs_of(batch, tangent)) for batch in tracked(x, "predictions"))
-        parts = [(latent.without_wide_factors(), features) for latent, features in every]
+        return _joined((one(_inputs_of(batch, tangent)) for batch in tracked(x, "predictions")), x)
+
+
+def _joined(every: Iterable[tuple[AnyLatent, Tensor | None]], loader: Any) -> list[tuple[AnyLatent, Tensor | None]]:
+    """Joins the latents of all batches, unless these have different numbers of positions."""
+    parts = [(latent.without_wide_factors(), features) for latent, features in every]
     if not parts:
         raise LapwingError(
-            f"The loader, of type {type(x).__name__}, yields no batch. Check the dataset's length, and that the loader "
-            "can be read more than once."
+            f"The loader, of type {type(loader).__name__}, yields no batch. Check the dataset's length, and that the "
+            "loader can be read more than once."
         )
     latents, features = zip(*parts, strict=True)
     if len({latent.places.sizes for latent in latents if has_positions(latent)}) > 1:
         return [(latent.with_checks(), part) for latent, part in parts]
     kind: Any = type(latents[0])
-    return [(kind.concatenate(latents).with_checks(), None if layer is None else torch.cat(features))]
+    return [(kind.concatenate(latents).with_checks(), None if features[0] is None else torch.cat(features))]
 
 
 def first_inputs(tangent: Tangent, x: Any) -> Inputs:
@@ -104,16 +108,20 @@ def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: 
     inputs = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(inputs.wants_gradient):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
-    if tangent.positions.several:
-        if not has_positions(latent):
-            raise LapwingError(
-                f"The outputs of {type(tangent.model).__name__} have positions, which via={shown(via)} does not "
-                "support. Pass via=lw.Linearized() or via=lw.MonteCarlo(draws=50)."
-            )
-    elif latent.mean.shape[1] != via.width(tangent.outputs):
-        raise LapwingError(
-            f"The fit had {tangent.outputs} outputs of {type(tangent.model).__name__}, and these inputs, "
-            f"{inputs}, give outputs of shape {tuple(latent.mean.shape)}. Check the shape of the "
-            "inputs, and write a single sample as x[None]."
-        )
+    several = tangent.positions.several
+    if not (has_positions(latent) if several else latent.mean.shape[1] == via.width(tangent.outputs)):
+        raise _other_outputs(tangent, inputs, via, latent)
     return latent
+
+
+def _other_outputs(tangent: Tangent, inputs: Inputs, via: Way, latent: AnyLatent) -> LapwingError:
+    name = type(tangent.model).__name__
+    if tangent.positions.several:
+        return LapwingError(
+            f"The outputs of {name} have positions, which via={shown(via)} does not support. Pass via=lw.Linearized() "
+            "or via=lw.MonteCarlo(draws=50)."
+        )
+    return LapwingError(
+        f"The fit had {tangent.outputs} outputs of {name}, and these inputs, {inputs}, give outputs of shape "
+        f"{tuple(latent.mean.shape)}. Check the shape of the inputs, and write a single sample as x[None]."
+    )

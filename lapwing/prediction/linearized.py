@@ -112,15 +112,7 @@ class Linearized(Way):
         checked = tangent.check(inputs.certain)
         if not inputs.spreads:
             return _of_weights(tangent, covariance, checked, joint, selection)
-        mean, added = carried(tangent, inputs, checked.wants_gradient)
-        check_outputs(mean, "these inputs")
-        if not tangent.blocks:
-            terms = (DenseTerm(added),)
-            return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
-        latent = _of_weights(tangent, covariance, checked, joint, selection)
-        if selection is not None:  # the outputs of the recorded pass, which may break ties differently
-            added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
-        return latent.plus(added)
+        return _of_uncertain(tangent, covariance, inputs, checked, joint, selection)
 
     def width(self, outputs: int) -> int:
         return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
@@ -230,6 +222,21 @@ def _of_weights(
     if selection is not None:
         parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
     return Latent.gather(parts, checked.samples)
+
+
+def _of_uncertain(
+    tangent: Tangent, covariance: Covariance, inputs: Inputs, checked: Inputs, joint: bool, selection: Selection | None
+) -> AnyLatent:
+    """Returns the latent of uncertain inputs: `J Σ Jᵀ` at their means, plus the spread that they carry."""
+    mean, added = carried(tangent, inputs, checked.wants_gradient)
+    check_outputs(mean, "these inputs")
+    if not tangent.blocks:
+        terms = (DenseTerm(added),)
+        return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
+    latent = _of_weights(tangent, covariance, checked, joint, selection)
+    if selection is not None:  # the outputs of the recorded pass, which may break ties differently
+        added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
+    return latent.plus(added)
 
 
 def _at_positions(tangent: Tangent, covariance: Covariance, checked: Inputs) -> LatentAtPositions:

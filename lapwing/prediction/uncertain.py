@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -156,8 +156,11 @@ def parsed(x: Any, device: torch.device | None = None) -> Inputs:
         return Inputs.of(x, device)
     leaves = [x] if isinstance(x, Tensor) else pytree.tree_leaves(batches.tree(x))
     uncertain = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)}
-    if not uncertain:
-        return Inputs.of(x, device)
+    return _with_spreads(x, uncertain, device) if uncertain else Inputs.of(x, device)
+
+
+def _with_spreads(x: Any, uncertain: Mapping[int, Uncertain], device: torch.device | None) -> Inputs:
+    """Returns inputs with the spreads of uncertain leaves, by their number."""
     uncertain = {place: one.on(device) for place, one in uncertain.items()}
     inputs = Inputs.of(Inputs(x).with_leaves({place: one.value for place, one in uncertain.items()}), device)
     for one in uncertain.values():

@@ -31,7 +31,7 @@ from .fingerprints import differences, fingerprint_of
 
 log = logging.getLogger("lapwing")
 
-CONTENTS = 6  # version of the contents of a checkpoint
+CONTENTS = 7  # version of the contents of a checkpoint
 SECONDS = 60.0  # minimum time between two writes of the file within a pass, if `every` is None
 
 Saved = tuple[str, dict[str, Tensor]]  # label of a pass, and copies of the tensors of its state

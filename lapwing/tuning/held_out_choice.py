@@ -260,7 +260,7 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
     if sum(row[at] - score < PLATEAU for score in row) == 1:
         log.warning(
             "Validation of %s chose an end of its range, prior precision %.3g: the held-out data prefer %s. "
-            "tune=lw.Validation(loader, decades=(%g, %g)) searches further.",
+            "decades=(%g, %g) of lw.Validation searches further.",
             best.method, 10**chosen, "no spread in the weights at all" if at else "the widest spread in the range",
             exponents[0] - 3, exponents[-1] + 3,
         )  # fmt: skip

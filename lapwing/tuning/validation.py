@@ -17,7 +17,7 @@ from ..covariance import has_prior
 from ..data.data import Data
 from ..data.frames import check_data
 from ..errors import LapwingError, is_whole
-from ..likelihoods import Link
+from ..likelihoods import Likelihood, Link
 from ..linalg import doubled
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
@@ -81,14 +81,18 @@ class _OnHeldOutData(Tuning):
         return Aim(self.via, self.link)
 
     def check(self, method: Method, shape: FitShape) -> None:
-        if shape.likelihood.head_numbers and self._aim != DEFAULT_AIM:
+        self.check_likelihood(shape.likelihood, shape.tangent.outputs)
+        footprint = method.footprint(shape) if self.ranks else None
+        if footprint is not None and footprint.rank is None:
+            raise no_rank_error("ranks", self.ranks, repr(method))
+
+    def check_likelihood(self, likelihood: Likelihood, outputs: int) -> None:
+        """Raises if the tuning and the likelihood do not go together; also before `tune` of a fitted posterior."""
+        if likelihood.head_numbers and self._aim != DEFAULT_AIM:
             raise LapwingError(
                 "The heads of lw.Joint are tuned for linearised predictions with their default links. Leave via= and "
                 f"link= out: write tune=lw.{type(self).__name__}(held_out)."
             )
-        footprint = method.footprint(shape) if self.ranks else None
-        if footprint is not None and footprint.rank is None:
-            raise no_rank_error("ranks", self.ranks, repr(method))
 
     def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
         return False
@@ -179,14 +183,14 @@ class Validation(_OnHeldOutData):
     via: Way | None = option(None, WAY, write="lw.MonteCarlo(draws=50)")
     link: Link | None = option(None, LINK, write="lw.SampledLink()")
 
-    def check(self, method: Method, shape: FitShape) -> None:
-        super().check(method, shape)
+    def check_likelihood(self, likelihood: Likelihood, outputs: int) -> None:
+        super().check_likelihood(likelihood, outputs)
         if self.calibration == "matrix" and self._aim != DEFAULT_AIM:
             raise LapwingError(
                 "calibration='matrix' is for linearised predictions with the default link. Leave via= and link= out: "
                 "write tune=lw.Validation(held_out, calibration='matrix')."
             )
-        logits = shape.likelihood.activation is not None and shape.tangent.outputs <= MOST_OUTPUTS
+        logits = likelihood.activation is not None and outputs <= MOST_OUTPUTS
         if self.calibration == "matrix" and not logits:
             raise LapwingError(
                 f"calibration='matrix' is for classifiers of at most {MOST_OUTPUTS} outputs. Write "
@@ -195,6 +199,7 @@ class Validation(_OnHeldOutData):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
+        self.check_likelihood(posterior.likelihood, posterior.tangent.outputs)
         held_out = Data.of(self.loader, posterior)
         best = self._tuned(posterior, training, held_out)
         best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
@@ -284,6 +289,7 @@ class EarlyStopping(_OnHeldOutData):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         if not training.prefixes:
             raise _without_prefixes(str(posterior.method))
+        self.check_likelihood(posterior.likelihood, posterior.tangent.outputs)
         parts = (*training.prefixes, posterior)
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
         trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)

@@ -34,6 +34,11 @@ def with_map(*numbers):
     return replace(fit(prior_precision=1.0), likelihood=lw.Categorical(logit_map=numbers))
 
 
+def joint(**options):
+    """A posterior of a class and a number."""
+    return fit(targets=TARGETS, likelihood=lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, HEADS), **options)
+
+
 def flat():
     """A posterior without a prior."""
     return lw.MeanField.from_variances(network(), {"2.weight": torch.full((3, 5), 0.1)}, [(X, Y)])
@@ -55,11 +60,12 @@ REFUSED = [
         r"Leave via= and link= out.*calibration='matrix'",
     ),
     (
-        lambda: fit(targets=TARGETS, likelihood=lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, HEADS),
-                    tune=lw.Validation((X, TARGETS), via=DRAWS)),
+        lambda: joint(tune=lw.Validation((X, TARGETS), via=DRAWS)),
         "The heads of lw.Joint are tuned for linearised predictions",
     ),
     (lambda: fit(targets=X, tune=lw.Validation((X, X), calibration="matrix")), "is for classifiers"),
+    (lambda: lw.Validation((X, X), calibration="matrix").tune(fit(targets=X, prior_precision=1.0)), "is for classif"),
+    (lambda: lw.Validation((X, TARGETS), via=DRAWS).tune(joint()), "The heads of lw.Joint are tuned for linearised"),
     (lambda: lw.fit(network(101), MANY, tune=lw.Validation(MANY, calibration="matrix")), "at most 100 outputs"),
     (lambda: lw.Categorical(logit_map=(1.0, 2.0, 3.0)), r"C rows of C \+ 1 finite numbers"),
     (lambda: with_map(*range(12)).predict(X, via=lw.Linearized(outputs=2)), "Leave outputs= out"),
