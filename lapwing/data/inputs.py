@@ -130,7 +130,8 @@ class Inputs:
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
                 each = leaf.shape[:1] == (count,)
                 rows = (leaf if each else leaf[None]).detach().cpu().resolve_conj().resolve_neg()[:, None].flatten(1)
-                parts = [*rows.contiguous().view(torch.uint8).numpy()]
+                rows = rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1))  # y[:, None] of NumPy has stride 0
+                parts = [*rows.view(torch.uint8).numpy()]
                 columns.append(parts if each else [blake2b(parts[0], digest_size=8).digest()] * count)
         texts = [leaf.encode() for leaf in leaves if isinstance(leaf, str)]
         columns += [texts[start : start + count] for start in range(0, len(texts) - count + 1, count or 1)]

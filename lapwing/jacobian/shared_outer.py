@@ -80,7 +80,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         channel = self.groups * self.cotangents * self.inputs * self.strips.dtype.itemsize
         limit, count = self.slice_bytes, self.batch
         if len(self.strips) == 1:
-            limit = min(limit, CACHE_BYTES) if self.strips.device.type == "cpu" else limit
+            limit = self._cached()
             count = max(1, min(count, limit // (channel * self.outputs)))
         some = self.outputs if whole else max(1, min(self.outputs, limit // (channel * count)))
         for o, n in product(range(0, self.outputs, some), range(0, self.batch, count)):
@@ -121,18 +121,23 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             inputs = (inputs[:, first] * inputs[:, second]).flatten(0, 1).transpose(0, 1)
             yield samples, inputs, left[:, :, first], right[:, :, second] * twice
 
-    @property
-    def _cached(self) -> int:
-        """Maximum bytes of pairs that are multiplied and summed together. On a CPU they stay in its cache."""
-        return min(self.slice_bytes, CACHE_BYTES // 4) if self.strips.device.type == "cpu" else self.slice_bytes
+    def _cached(self, share: int = 1) -> int:
+        """Maximum bytes that are multiplied and summed together. On a CPU they stay in a part 1/share of its cache."""
+        return min(self.slice_bytes, CACHE_BYTES // share) if self.strips.device.type == "cpu" else self.slice_bytes
 
     def squared_sum(self) -> Tensor:
         """Returns `Σ_n,r J²` (P,) >= 0 from rows, or from pairs of positions: `Σ_tt' (g_t ⊙ g_t')(a_t ⊙ a_t')ᵀ`."""
         if not self.pairs_are_cheaper(0):
             return super().squared_sum()
-        pairs = self._pairs(self._cached)
-        parts = ((inputs, (g * h).sum(1).flatten(0, 1).permute(1, 2, 0)) for _, inputs, g, h in pairs)
-        return total(outputs @ inputs for inputs, outputs in parts).flatten().clamp_min(0.0)
+        ((a, g),) = self.strips
+        sums = a.new_zeros(self.groups, self.outputs, self.inputs)
+        step = max(1, self._cached() * self.batch // max(1, a.nbytes + g.nbytes))
+        for x, h in zip(a.split(step), g.split(step), strict=True):
+            for gap in range(self.positions):  # the pairs (t, t + gap) are two views
+                inputs = (x[:, gap:] * x[:, : self.positions - gap]).flatten(0, 1).transpose(0, 1)  # (G, b t, I)
+                outputs = (h[:, :, gap:] * h[:, :, : self.positions - gap]).sum(1).flatten(0, 1)  # (b t, G, O)
+                sums.baddbmm_(outputs.permute(1, 2, 0), inputs, alpha=2 if gap else 1)
+        return sums.flatten().clamp_min_(0.0)
 
     def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Uses rows, or pairs of positions if they need fewer products."""
@@ -148,7 +153,7 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         """Returns `Q Σ_tt' g_t diag(W (a_t ⊙ a_t')) g_t'ᵀ Q` (B, R, R) for each weighting W."""
         ((a, g),) = self.strips
         turned, grams = SharedOuter(Strips.whole(a, reflect_(g.clone(), 1))), [list[Tensor]() for _ in several]
-        for samples, inputs, g, h in turned._pairs(self._cached):
+        for samples, inputs, g, h in turned._pairs(self._cached(4)):
             for weighting, parts in zip(several, grams, strict=True):
                 scales = inputs @ self._matrices(weighting.flat).mT  # (G, b k, O)
                 scales = scales.transpose(0, 1).unflatten(0, (samples.stop - samples.start, -1)).unsqueeze(1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent
-from ..linalg import doubled, nonnegative, possible
+from ..linalg import doubled, nonnegative
 from . import quadrature
 
 CLASSES = 100
@@ -37,7 +37,7 @@ def contrasts(latent: AnyLatent) -> tuple[Tensor, Tensor]:
     """Returns the means and variances (B, C) of g, in float64."""
     odds, variance, shift, scale = _expansion(latent)
     share = quadrature.in_chunks(lambda *some: _solved(*some)[0], CLASS_NODES, odds, variance, shift, scale)
-    return torch.addcmul(odds, share, shift, value=-1.0), variance
+    return torch.addcmul(odds, share, shift, value=-0.5), variance
 
 
 def information(latent: AnyLatent) -> Tensor:
@@ -52,27 +52,28 @@ def information(latent: AnyLatent) -> Tensor:
 
 def _expansion(latent: AnyLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns g_c(m), v_c and t_c (B, C), and the scale (B, 1) of the probit approximation."""
-    mean, spread = doubled(latent.mean), doubled(latent.centred_variance)
-    scale = (1.0 + (math.pi / 8.0) * spread.sum(-1, keepdim=True) / possible(mean).sum(-1, keepdim=True)).rsqrt()
-    # 1. the logits, and the logits without the top class, whose q and log(1 - p) come from the others (B, 2, C)
-    mean = mean.clamp_min(_IMPOSSIBLE)
+    mean, spread = doubled(latent.mean).clamp_min(_IMPOSSIBLE), doubled(latent.centred_variance)
     largest, place = mean.max(-1, keepdim=True)
     mean = mean - largest
+    far = (-20.0 * largest.abs()).clamp_max(-500.0)  # as in `possible`, with fewer operations
+    classes = (mean >= far).sum(-1, keepdim=True, dtype=mean.dtype)
+    scale = (classes / torch.add(classes, spread.sum(-1, keepdim=True), alpha=math.pi / 8.0)).sqrt()
+    # 1. the logits, and the logits without the top class, whose q and log(1 - p) come from the others (B, 2, C)
     logits = torch.stack([mean, mean.scatter(-1, place, _IMPOSSIBLE)], 1)
     top = logits[:, 1] < mean
-    # 2. p, and q of the top class (B, 2, C); the centred `S q`, `qᵀS q`, and `Σ_k q_k S_kk - qᵀS q` (B, 2, 1)
-    q = (scale.unsqueeze(1) * logits).softmax(-1)
-    product = latent.covariance_times((q - 1.0 / q.shape[-1]).to(latent.mean)).to(q)
-    product = product - product.mean(-1, keepdim=True)
-    square = (q * product).sum(-1, keepdim=True)
-    gaps = torch.bmm(q, spread.unsqueeze(-1)) - square
-    # 3. v_c and t_c (B, C): for other classes q_k = p_k/(1 - p_c), so f_c - qᵀf is (f_c - pᵀf)/(1 - p_c)
+    # 2. p, and q of the top class (B, 2, C); `S (q - 1/C)`, which is the centred `S q` plus its own mean
+    q, even = (scale.unsqueeze(1) * logits).softmax(-1), 1.0 / mean.shape[-1]
+    product = latent.covariance_times((q - even).to(latent.mean)).to(q)
+    # 3. the centred `S_kk - 2 (S q)_k + qᵀS q` (B, 2, C), and its average over q, `Σ_k q_k S_kk - qᵀS q` (B, 2, 1)
+    square = torch.einsum("brc,brc->br", q + even, product).unsqueeze(-1)
+    variance = torch.sub(spread.unsqueeze(1), product, alpha=2.0) + square
+    gaps = torch.einsum("brc,brc->br", q, variance).unsqueeze(-1)
+    # 4. v_c and t_c (B, C): for other classes q_k = p_k/(1 - p_c), so f_c - qᵀf is (f_c - pᵀf)/(1 - p_c)
     others = q[:, 0].masked_fill(top, 0.0)
     rest = 1.0 - others
-    variance = torch.sub(spread.unsqueeze(1), product, alpha=2.0) + square
     variance = nonnegative(torch.where(top, variance[:, 1], variance[:, 0]) / rest.square())
     shift = torch.addcmul(torch.where(top, gaps[:, 1], gaps[:, 0]) / rest, others, variance, value=-1.0)
-    # 4. g_c(m) = f_c - log Σ_{k≠c} e^{f_k} (B, C), with f = 0 for the top class
+    # 5. g_c(m) = f_c - log Σ_{k≠c} e^{f_k} (B, C), with f = 0 for the top class
     sizes = logits[:, 1].exp()
     sums = torch.log1p(sizes.sum(-1, keepdim=True) - sizes)
     odds = mean - torch.where(top, logits[:, 1].logsumexp(-1, keepdim=True), sums)
@@ -80,25 +81,26 @@ def _expansion(latent: AnyLatent) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _solved(odds: Tensor, variance: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns κ (B, 1) >= 0 with `Σ_c E[σ(a g_c)] = 1`, by two steps of Newton's method, and nodes of g and weights.
+    """Returns 2κ (B, 1) >= 0 with `Σ_c E[σ(a g_c)] = 1`, by two steps of Newton's method, and nodes of g and weights.
 
-    a is 1, or less at large S: then only ratios matter, and Newton's steps would become too long.
+    a is 1, or less at large S: then only ratios matter, and Newton's steps would become too long. κ is at most a. The
+    steps begin at `2κ = scale`, and move 2κ by -δ, which moves the nodes by `δ/2 t_c`.
     """
-    start, slope = 0.5 * scale, (_STEEPEST * scale).clamp_max(1.0)
-    g, log_weights = quadrature.rule(torch.addcmul(odds, start, shift, value=-1.0), variance, 0.0, CLASS_NODES)
-    weights = log_weights.exp()
-    slopes = weights * (slope * shift)[..., None]
+    slope = (_STEEPEST * scale).clamp_max(1.0)
+    least = torch.sub(scale, slope, alpha=2.0)  # δ at κ = a
+    start = torch.addcmul(odds, scale, shift, value=-0.5)
+    g, log_weights = quadrature.rule(start, variance, 0.0, CLASS_NODES)
+    weights, moves, slope = log_weights.exp(), (slope * shift)[..., None], slope[..., None]
+    scaled, slopes = slope * g, weights * moves
 
-    def at(share: Tensor) -> Tensor:  # another κ moves the nodes by its difference times -t_c
-        return torch.addcmul(g, (start - share)[..., None], shift[..., None])
-
-    def stepped(share: Tensor, g: Tensor) -> Tensor:
-        sigmoids = torch.sigmoid(slope[..., None] * g)  # (B, C, nodes)
-        excess = torch.einsum("bck,bck->b", weights, sigmoids)[:, None] - 1.0
+    def needed(nodes: Tensor) -> tuple[Tensor, Tensor]:  # 2 (1 - Σ_c E[σ]), and its decrease with δ
+        sigmoids = torch.sigmoid(nodes)  # (B, C, nodes)
+        lack = torch.rsub(torch.einsum("bck,bck->b", weights, sigmoids), 2.0, alpha=2.0)
         falls = torch.addcmul(sigmoids, sigmoids, sigmoids, value=-1.0)  # σ (1 - σ)
-        fall = torch.einsum("bck,bck->b", slopes, falls)[:, None].clamp_min(1e-12)
-        return torch.minimum(torch.addcdiv(share, excess, fall).clamp_min(0.0), slope)
+        return lack[:, None], torch.einsum("bck,bck->b", slopes, falls)[:, None].clamp_min(1e-12)
 
-    share = stepped(start, g)
-    share = stepped(share, at(share))
-    return share, at(share), weights
+    lack, fall = needed(scaled)
+    delta = torch.clamp(lack / fall, least, scale)
+    lack, fall = needed(torch.addcmul(scaled, delta[..., None], moves, value=0.5))
+    delta = torch.clamp(torch.addcdiv(delta, lack, fall), least, scale)
+    return scale - delta, torch.addcmul(g, delta[..., None], shift[..., None], value=0.5), weights

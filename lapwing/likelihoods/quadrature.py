@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,27 +49,34 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     spread = (variance + LEAST_VARIANCE)[..., None]  # all shapes below are (..., 1), (..., 2) or (..., nodes)
     mean, std = mean[..., None], spread.sqrt()
     with torch.no_grad():
-        # 1. κ = -m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
-        kink = -mean / std
-        centre = torch.minimum(slope * std, kink).clamp_min(0.0) if slope > 0 else None
-        kink = (kink if centre is None else kink - centre).clamp(-_REACH, _REACH)
+        # 1. -κ = m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
+        near = mean / std
+        centre = torch.minimum(slope * std, -near).clamp_min(0.0) if slope > 0 else None
+        near = (near if centre is None else near + centre).clamp(-_REACH, _REACH)
         # 2. ω, about 3/(h s) for large s, and below 1
-        edge = _KINK / _STRETCH
-        width = edge * (spread.clamp_max(_WIDEST**2) + edge**2).rsqrt()
-        # 3. the u at which z - c = ±8, and even steps in u between them
-        even = partial(torch.linspace, dtype=mean.dtype, device=mean.device)
-        ends = torch.sub(even(-_REACH / _STRETCH, _REACH / _STRETCH, 2), kink, alpha=1.0 / _STRETCH)
-        low, high = torch.asinh(ends.sinh() / width).split(1, -1)
-        u = torch.lerp(low, high, even(0.0, 1.0, nodes))
-        # 4. z = c + κ + h asinh(y) with y = ω sinh u (..., nodes)
-        y = width * u.sinh()
-        z = torch.add(kink if centre is None else centre + kink, y.asinh(), alpha=_STRETCH)
-        # 5. log of dz = h √((ω² + y²)/(1 + y²)) du, times N(z; 0, 1)
-        step = (_STRETCH / math.sqrt(2.0 * math.pi) / (nodes - 1)) * (high - low)
-        square = y.square()
-        logs = ((square + width.square()) / (square + 1.0)).log()
-        weights = torch.add(step.log(), logs - z.square(), alpha=0.5)
-    return torch.addcmul(mean, std, z), weights
+        width = torch.add(1.0, spread.clamp_max(_WIDEST**2), alpha=(_STRETCH / _KINK) ** 2).rsqrt()
+        # 3. the u at which z - c = ±8, even steps in u between them, and the weight h du/√(2π) of a step
+        constants = _constants.__wrapped__ if torch.compiler.is_compiling() else _constants  # not those of a trace
+        ends, even = constants(nodes, mean.dtype, mean.device)
+        ends = torch.asinh(torch.add(ends, near, alpha=1.0 / _STRETCH).sinh() / width)
+        u, step = (ends @ even).split([nodes, 1], -1)
+        # 4. y = ω sinh u and z/h, with z = c + κ + h asinh y (..., nodes)
+        asinh = (width * u.sinh()).asinh()
+        z = torch.sub(asinh, near, alpha=1.0 / _STRETCH)
+        z = z if centre is None else torch.add(z, centre, alpha=1.0 / _STRETCH)
+        # 5. log of dz = h ω cosh u / √(1 + y²) du, times N(z; 0, 1)
+        logs = (step * width * u.cosh() / asinh.cosh()).log()
+        weights = torch.addcmul(logs, z, z, value=-(_STRETCH**2) / 2.0)
+    return torch.addcmul(mean, std, z, value=_STRETCH), weights
+
+
+@cache
+def _constants(nodes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns ∓8/h (2,), and a matrix (2, nodes + 1) that maps the ends of u to its nodes and the weight of a step."""
+    ends = torch.tensor([-_REACH, _REACH], dtype=dtype, device=device) / _STRETCH
+    shares = torch.linspace(0.0, 1.0, nodes, dtype=dtype, device=device)
+    weight = ends.sign() * (_STRETCH / math.sqrt(2.0 * math.pi) / (nodes - 1))
+    return ends, torch.cat([torch.stack([1.0 - shares, shares]), weight[:, None]], 1)
 
 
 def information(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:
@@ -90,12 +97,12 @@ def information_at(f: Tensor, weights: Tensor, variance: Tensor) -> Tensor:
 
     The result is never negative, and 0 at a variance of 0: the integrand is `p [r log r - (r - 1)]` with `r = σ/p`.
     """
-    sigmoids, weights = torch.sigmoid(f), weights.unsqueeze(1)
-    p = (weights * sigmoids).sum(-1, keepdim=True)
-    ratio = (sigmoids / p.clamp_min(1e-30)).clamp_min(1e-12)  # for derivatives; ONNX has constants in float32
+    sigmoids = torch.sigmoid(f).clamp_min(1e-37)  # for divisions and derivatives; ONNX has constants in float32
+    p = torch.einsum("bck,back->bac", weights, sigmoids)
+    ratio = sigmoids / p.unsqueeze(-1)
     values = torch.xlogy(ratio, ratio) - (ratio - 1.0)
-    weights = weights * (p * (variance / (variance + LEAST_VARIANCE))[:, None, :, None])
-    return torch.einsum("back,back->b", weights, values)
+    p = p * (variance / (variance + LEAST_VARIANCE)).unsqueeze(1)
+    return torch.einsum("bac,bac->b", p, torch.einsum("bck,back->bac", weights, values))
 
 
 def log_sigmoid_mean(mean: Tensor, variance: Tensor, nodes: int = NODES) -> Tensor:

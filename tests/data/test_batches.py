@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict, namedtuple
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -283,6 +284,13 @@ def test_keys_are_equal_for_equal_samples_only() -> None:
     assert torch.equal(Inputs(x[2:]).digests(n[2:]), Inputs(x).digests(n)[2:])  # in any batch
     assert Inputs(x[:0]).digests(n[:0]).shape == (0,)
     assert (Inputs((x, torch.zeros(3))).digests() != Inputs((x, torch.ones(3))).digests()).all()  # shared by all
+
+
+def test_digests_of_a_column_that_numpy_made() -> None:
+    y = np.arange(3.0)
+    column = torch.from_numpy(y[:, None])
+    assert column.stride() == (1, 0)
+    assert torch.equal(Inputs(X[:3]).digests(column), Inputs(X[:3]).digests(torch.tensor(y)[:, None]))
 
 
 def test_digests_of_samples_read_their_tensors_and_texts() -> None:
