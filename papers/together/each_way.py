@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,20 @@ NAMES = (*tasks.TABLES, *tasks.IMAGES)
 
 
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = NAMES) -> dict[str, Any]:
-    """Returns a row for each method, way, choice, network and seed, with a factor and a noise variance or temperature.
+    """Returns a row for each method, way, choice, network and seed."""
+    return run_all(__file__, seeds, names, METHODS)
 
-    `run(names=tasks.TRANSFORMERS)` has the transformers, where a choice by draws takes minutes.
+
+def run_all(experiment: str, seeds: Sequence[int], names: Sequence[str], of: Iterable[str]) -> dict[str, Any]:
+    """Returns the rows of an experiment, all methods at one seed first.
+
+    Args:
+        experiment: its `__file__`.
+        seeds: of networks and splits.
+        names: of the tasks.
+        of: methods.
     """
-    rows = Rows(__file__, FACTS)
+    rows = Rows(experiment, FACTS)
     for seed in seeds:
         for name in names:
             task = once(partial(tasks.task, name, seed))
@@ -37,7 +46,7 @@ def run(seeds: Sequence[int] = range(5), names: Sequence[str] = NAMES) -> dict[s
             base = once(lambda task=task, fit=network: comparison.losses(task(), fit()))  # type: ignore[misc]
             run = f"{name}, seed {seed}"
             rows.add(run, BASE, comparison.row, task, network, "one pass each", base)
-            for method in METHODS:
+            for method in of:
                 for way in OTHER_WAYS:
                     for choice, via in CHOSEN.items():
                         fit = once(partial(fitted, task, method, via or way))
@@ -89,6 +98,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         for method in METHODS:
             for way in OTHER_WAYS:
                 keys = [label(method, way, choice) for choice in CHOSEN]
+                if not any(keys[0] in gains[name] for name in gains):
+                    continue
                 cells = [[*(gains[name].get(key) for key in keys), own[name].get(f"{method}, {way}")] for name in gains]
                 lines[f"{method}, {way}"] = [shown(cell) for row in cells for cell in row]
         found[part] = grid(columns, lines)
