@@ -89,18 +89,16 @@ def differences(runs: Mapping[str, Mapping[str, Any]], part: str) -> dict[str, A
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """Returns gains over one number by both choices, and what the own choice adds; with the two numbers and without."""
+    """Returns by way the gains over one number by both choices, and their difference."""
     found = {}
-    for part in ("validated", "fitted"):
+    for part, suffix in (("validated", ""), ("fitted", " as fitted")):
         gains, own = results[f"gains, {part}"], results[f"own choice, {part}"]
-        columns = [f"{name}: {what}" for name in gains for what in ("linearised choice", "own choice", "difference")]
-        lines = {}
-        for method in METHODS:
-            for way in OTHER_WAYS:
-                keys = [label(method, way, choice) for choice in CHOSEN]
-                if not any(keys[0] in gains[name] for name in gains):
-                    continue
-                cells = [[*(gains[name].get(key) for key in keys), own[name].get(f"{method}, {way}")] for name in gains]
-                lines[f"{method}, {way}"] = [shown(cell) for row in cells for cell in row]
-        found[part] = grid(columns, lines)
+        for way in OTHER_WAYS:
+            lines: dict[str, list[str]] = {}
+            for method in METHODS:
+                for choice in CHOSEN:
+                    cells = [gains[name].get(label(method, way, choice)) for name in gains]
+                    lines[f"{method}, {choice} choice"] = [shown(cell) for cell in cells]
+                lines[f"{method}, difference"] = [shown(own[name].get(f"{method}, {way}")) for name in gains]
+            found[way + suffix] = grid(list(gains), {name: cells for name, cells in lines.items() if any(cells)})
     return found
