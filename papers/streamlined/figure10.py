@@ -26,7 +26,7 @@ STEPS = 4000
 """Most steps. The paper names about 700."""
 
 WAY, IMAGES = lw.Streamlined(), 30
-"""As in `figure5` for Figure 10. A step by hidden covariances takes thirty times as long."""
+"""As in `figure5` for Figure 10. A step by hidden covariances takes thirty times as long: `figure10_full` has it."""
 
 CERTAIN = 1e12
 """Prior precision whose posterior is the network alone."""
