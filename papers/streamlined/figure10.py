@@ -26,7 +26,7 @@ STEPS = 4000
 """Most steps. The paper names about 700."""
 
 WAY, IMAGES = lw.Streamlined(), 30
-"""As in `figure5` for Figure 10. A step by hidden covariances takes thirty times as long."""
+"""As in `figure5` for Figure 10. A step by hidden covariances takes thirty times as long: `figure10_full` has it."""
 
 CERTAIN = 1e12
 """Prior precision whose posterior is the network alone."""
@@ -41,13 +41,23 @@ def run(seeds: Sequence[int] = range(3)) -> dict[str, Any]:
     return rows.all()
 
 
-def both(task: Callable[[], DigitTask], drawn: bool) -> dict[str, Any]:
-    """Returns what the maps of the network and of the posterior say, and the first six maps if they are drawn."""
+def both(
+    task: Callable[[], DigitTask], drawn: bool, images: int = IMAGES, ways: tuple[Way, Way] = (WAY, WAY)
+) -> dict[str, Any]:
+    """Returns what the maps of the network and of the posterior say, and the first six maps if they are drawn.
+
+    Args:
+        task: network and images.
+        drawn: whether the maps are drawn.
+        images: number of images.
+        ways: through the network alone, and through the posterior.
+    """
     posterior = task().candidates["last layer"]
     assert isinstance(posterior, lw.Posterior)
+    candidates = {"MAP": posterior.with_prior(CERTAIN), "last layer": posterior}
     found = {
-        name: by_adam(one, task().x[:IMAGES], task().y[:IMAGES], WAY)
-        for name, one in (("MAP", posterior.with_prior(CERTAIN)), ("last layer", posterior))
+        name: by_adam(one, task().x[:images], task().y[:images], way)
+        for (name, one), way in zip(candidates.items(), ways, strict=True)
     }
     rows: dict[str, Any] = {}
     for name, of_one in found.items():

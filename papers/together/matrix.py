@@ -21,8 +21,8 @@ CALL, BOTH = "recommended call", "recommended call with matrix scaling"
 ROWS = (BASE, MATRIX, CALL, BOTH)
 """The last one is the call with `tune=lw.Validation(held_out, calibration="matrix")`."""
 
-NAMES = (*tasks.IMAGES, "ResNet-20")
-"""The transformers are left out: each network of them trains for minutes. `run(names=tasks.TRANSFORMERS)` has them."""
+NAMES = (*tasks.IMAGES, *tasks.GIVEN)
+"""Each transformer trains for minutes."""
 
 
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = NAMES) -> dict[str, Any]:

@@ -124,10 +124,15 @@ def names(trains: bool, regression: bool) -> list[str]:
 
 def fitted(name: str, task: Task) -> Fitted:
     """Fits a method and measures the fit."""
-    start = clock()
     if name in NETWORKS:
-        return _networks(name, task, start)
-    posterior = {**POSTERIORS, **TABLES_ONLY}[name](task)
+        return _networks(name, task, clock())
+    return measured(task, {**POSTERIORS, **TABLES_ONLY}[name])
+
+
+def measured(task: Task, fit: Callable[[Task], lw.Posterior]) -> Fitted:
+    """Fits a posterior and measures the fit."""
+    start = clock()
+    posterior = fit(task)
     seconds = clock() - start
     more = 0 if posterior.model is task.model else _weights(task)
     delta = posterior.prior_precision

@@ -17,7 +17,7 @@ from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.training import Recipe
-from papers.together import comparison, matrix, methods, nearness
+from papers.together import comparison, each_way, matrix, methods, nearness
 from papers.together import pages as comparison_pages
 from papers.together.tasks import Task, Training
 
@@ -129,6 +129,28 @@ def test_matrix_scaling_repairs_what_one_temperature_cannot():
     gained = matrix.gains({"toy, seed 0": rows})["toy"]
     assert gained[matrix.MATRIX]["mean"] > 0.2
     assert set(gained) == {matrix.MATRIX, matrix.CALL, matrix.BOTH}
+
+
+def test_the_choice_for_draws_predicts_held_out_data_better_by_draws():
+    """KFAC's prior precision of linearised prediction is far too small for draws here."""
+    found = task()
+    y = torch.cat([y for _, y in found.val])
+    x = torch.cat([x for x, _ in found.val])
+    losses = []
+    for via in ("GLM", "sampling"):
+        fit = each_way.fitted(lambda: found, "KFAC", via)
+        losses.append(-float(fit.likelihood.predict(fit.latent(x, methods.WAYS["sampling"])).log_prob(y).mean()))
+    assert losses[1] < losses[0] - 0.1
+
+
+def test_the_own_choice_is_compared_seed_by_seed():
+    keys = [each_way.label("KFAC", "sampling", choice) for choice in each_way.CHOSEN]
+    runs = {
+        f"toy, seed {seed}": {key: {"fitted": {"nll": value}} for key, value in zip(keys, values, strict=True)}
+        for seed, values in enumerate([(3.0, 1.0), (7.0, 4.0)])
+    }
+    found = each_way.differences(runs, "fitted")
+    assert found == {"toy": {"KFAC, sampling": {"mean": pytest.approx(2.5), "standard_error": pytest.approx(0.5)}}}
 
 
 def test_every_task_has_the_methods_that_apply():
