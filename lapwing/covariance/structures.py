@@ -190,6 +190,11 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     low, high = values.aminmax()
     if not 0 <= low <= high < inf or high == 0:  # aminmax returns NaN if there is one
         return doubled(values), None
+    return _condensed(values, high)
+
+
+def _condensed(values: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the points and weights of `condensed` for many λ, of which `high` is the largest."""
     # 1. bins of log λ, `PER_UNIT` of them per unit
     parts = values.split(SLICE_NUMBERS)
     smallest = torch.stack([torch.where(part > 0, part, inf).amin() for part in parts]).amin()

@@ -102,7 +102,7 @@ class Batch:
     def targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None = None) -> tuple[int, Tensor, Tensor | None]:
         """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
         places = self.tangent.positions.places(self.count, sizes)
-        targets = places.targets(self.targets, self.tangent.outputs) if sizes else self.targets
+        targets = places.targets(self.targets, self.tangent.outputs)
         weights = None if self.weights is None else self.weights.repeat_interleave(places.count)
         if kept is not None:
             targets, weights = targets[kept.flatten()], None if weights is None else weights[kept.flatten()]

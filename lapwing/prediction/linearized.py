@@ -65,8 +65,10 @@ class Linearized(Way):
     def __post_init__(self) -> None:
         """Checks `outputs`, and stores a list as a tuple."""
         super().__post_init__()
-        if self.outputs is None:
-            return
+        if self.outputs is not None:
+            object.__setattr__(self, "outputs", self._checked_outputs())
+
+    def _checked_outputs(self) -> int | tuple[int, ...]:
         if self.draws is not None:
             raise LapwingError(
                 "Linearized takes draws=... or outputs=..., not both. Write lw.Linearized(outputs=10) for few outputs, "
@@ -74,15 +76,14 @@ class Linearized(Way):
             )
         values = plain_numbers(self.outputs)
         if is_whole(values, 1):
-            object.__setattr__(self, "outputs", values)
-            return
+            return values
         listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
         if not listed or not all(is_whole(value, 0) for value in listed) or len(set(listed)) < len(listed):
             raise LapwingError(
                 f"Linearized(outputs={shown(self.outputs)}) needs a number of outputs, at least 1, or a list of "
                 "different outputs counted from 0. Write lw.Linearized(outputs=10) or lw.Linearized(outputs=[0, 3])."
             )
-        object.__setattr__(self, "outputs", listed)
+        return listed
 
     def __repr__(self) -> str:
         """Shows the options that are not the default."""

@@ -101,12 +101,7 @@ class BoundedEvidence(Tuning):
         nll = -float(likelihood.log_likelihood(posterior.statistics)) / posterior.samples
         labels = likelihood.activation is not None or not likelihood.target_shape(posterior.tangent.outputs)
         if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
-            log.warning(
-                "%s is almost sure of its training labels, whose NLL is %.2g per sample: they show little of how "
-                "calibrated it is. For calibrated probabilities hold data out, and write lw.fit(model, loader, "
-                "validation=held_out).",
-                type(posterior.tangent.model).__name__, nll,
-            )  # fmt: skip
+            _warn_of_certainty(type(posterior.tangent.model).__name__, nll)
         exponents = evenly(0.0, self.decades, self.points)
         parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
@@ -126,6 +121,14 @@ class BoundedEvidence(Tuning):
                 posterior.method, chosen, costs[-1], self.decades + 4,
             )  # fmt: skip
         return raised
+
+
+def _warn_of_certainty(model: str, nll: float) -> None:
+    log.warning(
+        "%s is almost sure of its training labels, whose NLL is %.2g per sample: they show little of how calibrated it "
+        "is. For calibrated probabilities hold data out, and write lw.fit(model, loader, validation=held_out).",
+        model, nll,
+    )  # fmt: skip
 
 
 def number_of_inputs(posterior: Posterior, samples: int) -> int:
