@@ -43,6 +43,7 @@ class Samples:
         if weighted:
             weights = _checked_weights(weights, inputs.samples)
         if isinstance(targets, Tensor):
+            targets = targets.detach() if targets.requires_grad else targets  # of a teacher with a graph
             _check_targets(inputs, targets)
         return cls(inputs, targets, weights, heads=batches.head_keys(rest))
 

@@ -46,7 +46,7 @@ def latents_of(
     def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
         inputs = prepared(batch, tangent.device)
         latent = latent_of_batch(tangent, covariance, inputs, via, joint).with_checks()
-        return latent, None if layer is None else features_at(tangent, layer, inputs.certain)
+        return latent, None if layer is None else _features(tangent, layer, inputs)
 
     if not batches.is_loader(x):
         return [one(x)]
@@ -54,6 +54,11 @@ def latents_of(
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
         return _joined((one(_inputs_of(batch, tangent)) for batch in tracked(x, "predictions")), x)
+
+
+@outside_modes
+def _features(tangent: Tangent, layer: str, inputs: Inputs) -> Tensor:
+    return features_at(tangent, layer, prepared(inputs, tangent.device).certain)
 
 
 def _joined(every: Iterable[tuple[AnyLatent, Tensor | None]], loader: Any) -> list[tuple[AnyLatent, Tensor | None]]:

@@ -333,3 +333,11 @@ def test_the_refusal_of_nan_prints_what_a_network_that_takes_nan_needs() -> None
     curvature = oracle.ggn(rows, oracle.softmax_fisher(oracle.outputs(model, x)))
     wanted = oracle.output_covariance(rows, oracle.laplace_covariance(curvature, 1.0))
     torch.testing.assert_close(posterior.latent(marked).covariance, wanted)
+
+
+def test_targets_of_a_teacher_may_carry_a_graph() -> None:
+    x = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.nn.Linear(4, 1)(x)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).eval()
+    first, second = (lw.fit(model, (x, targets), lw.KFAC(), tune=lw.Refit()) for targets in (y, y.detach()))
+    assert first.prior_precision == second.prior_precision
