@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import JointLatent, Latent, LatentDraws, LinearDraws
+from lapwing.covariance import AnyLatent, JointLatent, Latent, LatentDraws, LinearDraws
 from lapwing.covariance.terms import (
     DenseTerm,
     EigenTerm,
@@ -161,6 +161,28 @@ def test_latents_are_scaled_and_widened_alike() -> None:
     for one in (latent, joint, draws):
         close(one.compact(True).covariance, one.covariance)
     close(latent.compact(False).centred_variance, latent.centred_variance)
+
+
+LATENTS = {
+    "factors": Latent(normal(4, 3), (TERMS["factored"], TERMS["eigen"])),
+    "joint": JointLatent(normal(4, 3), (normal(12, 12) @ normal(12, 12).T).view(4, 3, 4, 3)),
+    "draws": LatentDraws(normal(6, 4, 3)),
+    "linear draws": LinearDraws(normal(4, 3), normal(6, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("latent", LATENTS.values(), ids=LATENTS)
+def test_every_latent_is_its_mean_and_covariance(latent: AnyLatent) -> None:
+    vectors, matrix, shift = normal(4, 5, 3), normal(3, 3), normal(3)
+    own, centre = latent.own_covariance, torch.eye(3, dtype=F64) - 1 / 3
+    close(latent.variance, own.diagonal(dim1=1, dim2=2))
+    close(latent.centred_variance, (centre @ own @ centre).diagonal(dim1=1, dim2=2))
+    close(latent.covariance_times(vectors), vectors @ own)
+    cooler, mapped = latent.tempered(4.0), latent.mapped(matrix, shift)
+    close(cooler.mean, latent.mean / 4)
+    close(cooler.covariance, latent.covariance)
+    close(mapped.mean, latent.mean @ matrix.T + shift)
+    close(mapped.own_covariance, matrix @ own @ matrix.T)
 
 
 def test_draws_of_a_wide_factor_cost_one_column_for_each_output(monkeypatch):

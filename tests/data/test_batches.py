@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import lapwing as lw
 from lapwing.data import batches, nesting
 from lapwing.data.inputs import Inputs
-from lapwing.data.samples import Samples
+from lapwing.data.samples import WEIGHT_KEYS, Samples
 from lapwing.network.call import Call
 from tests import oracle
 from tests.refused import refused
@@ -309,6 +309,15 @@ def filling(net: Any, x: Tensor) -> Tensor:
 def test_digests_tell_columns_of_texts_apart() -> None:
     one, other = (Inputs((X[:2] * 0, ["a", "b"], titles)).digests() for titles in (["c", "d"], ["c", "e"]))
     assert torch.equal(one == other, torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("key", WEIGHT_KEYS)
+def test_weights_are_the_last_part_of_a_tuple_or_have_a_key(key: str) -> None:
+    weights = torch.arange(6.0)
+    for batch in ((X, Z, Y, weights), {"x": X, "z": Z, "y": Y, key: weights}):
+        leaves = Samples.of(batch, weighted=True).leaves()
+        assert all(map(torch.equal, leaves, (X, Z, Y, weights)))
+        assert len(leaves) == 4
 
 
 def test_samples_on_a_device_keep_their_weights() -> None:

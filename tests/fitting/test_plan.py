@@ -254,12 +254,11 @@ def test_plans_print_as_a_table_and_a_method_without_a_footprint_is_never_refuse
 def test_passes_and_seconds_grow_with_the_work():
     model = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10)).eval()
     data = [(torch.randn(100, 784), torch.arange(100) % 10)]
-    last, diagonal, both = (
-        lw.plan(model, data, *call) for call in ((), (lw.Diagonal(),), (lw.EKFAC(),))
-    )  # fmt: skip
-    assert (last.passes, diagonal.passes, both.passes) == (1, 10, 20)  # the Fisher root has C - 1 columns
-    assert all(one.seconds > 0 for one in (last, diagonal, both))
-    assert lw.plan(model, data * 50, lw.EKFAC()).seconds > both.seconds
+    methods = None, lw.Diagonal(), lw.EKFAC(), lw.SubsetOfWeights(9, "magnitude"), lw.SubsetOfWeights(9, "diagonal")
+    plans = [lw.plan(model, data, method) for method in methods]
+    assert [one.passes for one in plans] == [1, 10, 20, 10, 20]  # the Fisher root has C - 1 columns
+    assert all(one.seconds > 0 for one in plans)
+    assert lw.plan(model, data * 50, lw.EKFAC()).seconds > plans[2].seconds
 
 
 def test_the_time_counts_products_of_wide_matrices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from lapwing.covariance.base import split_blocks
 from lapwing.data.samples import Samples
 from lapwing.methods import Batch
 from lapwing.methods import problem as problem_module
+from lapwing.methods.sampled_lla.conjugate_gradients import _residual
 from lapwing.methods.sampled_lla.linearised_mode import LENGTHS, LinearisedMode
 from lapwing.methods.sampled_lla.system import NOISE_STREAM as DATA
 from lapwing.methods.sampled_lla.system import generator_at, prior_noise
@@ -112,6 +113,17 @@ def test_preconditioners_change_the_way_not_the_end(preconditioner):
     close(draws_of(fitted), solved(problem, 4), 1e-8)
     if isinstance(preconditioner, lw.Full):
         assert fitted.history["iterations"].tolist() == [1.0]
+
+
+def test_residuals_are_relative_to_the_right_hand_side():
+    """They are 1 at Z = 0, whatever the length of b, and 0 if b is 0."""
+    b = {"a": torch.tensor([[3e-6, 4e-6], [30.0, 40.0], [0.0, 0.0]], dtype=torch.float64)}
+    prior, zeros = {"a": torch.full((2,), 4.0, dtype=torch.float64)}, {"a": torch.zeros(3, 2, dtype=torch.float64)}
+    system: Any = SimpleNamespace(right_hand_sides=lambda: {"a": b["a"].clone()}, prior=lambda: prior, scale=1.0)
+    residual, relative, bound = _residual(system, zeros, zeros)
+    close(residual["a"], b["a"])
+    close(relative, torch.tensor([1.0, 1.0, 0.0]).double())
+    close(bound, torch.tensor([2.5e-6, 25.0, 0.0]).double())
 
 
 def test_more_draws_than_weights():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.tuning import amortized
 from lapwing.tuning.amortized import Amortized, codes_of, product
 
@@ -192,6 +193,17 @@ def test_unlabelled_inputs_widen_the_guard() -> None:
     assert way.check(posterior, x).beyond > 0.9
     assert wide.check(posterior, x).beyond < 0.1
     assert 0.9 < wide.check(posterior, x).ratio < 1.1
+
+
+def test_corrupted_inputs_of_equal_samples_are_these_samples() -> None:
+    """Mixed, stretched and exchanged samples are combinations of samples whose weights sum to one; noise has a scale."""
+    x = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64).expand(9, 3)
+    generator = torch.Generator().manual_seed(0)
+    changed = [inputs.value for inputs in amortized._corrupted(Inputs((x, torch.arange(9))), generator)]
+    assert len(changed) == 4
+    for found, numbers in changed:
+        torch.testing.assert_close(found, x)
+        assert torch.equal(numbers, torch.arange(9))
 
 
 def test_a_poor_head_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

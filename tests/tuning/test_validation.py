@@ -197,6 +197,17 @@ def test_the_widest_spread_is_chosen_by_paired_differences():
     assert widest_of_equals(alike, 2, 0.5) == 2  # those below predict the same
 
 
+def test_a_value_between_grid_points_is_that_of_a_parabola():
+    """The parabola through three points of another parabola is exact; at an end of the grid there is none."""
+    parabola = lambda x: x**2 - 5 * x + 7  # noqa: E731
+    points = [1.0, 1.5, 2.0, 2.5]
+    values = [*map(parabola, points)]
+    for at, point in ((1, 1.3), (2, 2.2), (2, 2.0)):
+        assert choice._between(points, values, at, point) == pytest.approx(parabola(point))
+    assert choice._between(points, values, 0, 1.1) == values[0]
+    assert choice._between([*points[:2], 1e3], [math.inf, *values[:2]], 1, 2.0) == values[0]
+
+
 @pytest.mark.parametrize("name", ["mlp_scalar", "deep_linear"])
 def test_the_factor_of_a_regression_is_the_best_one(name):
     """(δ/c, c σ²) has c times the covariance of y, and no other c scores better: one output and several."""
