@@ -196,7 +196,7 @@ def test_unlabelled_inputs_widen_the_guard() -> None:
 
 
 def test_corrupted_inputs_of_equal_samples_are_these_samples() -> None:
-    """Mixed, stretched and exchanged samples are combinations of samples whose weights sum to one; noise has a scale."""
+    """Mixed, stretched and exchanged samples are combinations of samples, with weights that sum to one."""
     x = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64).expand(9, 3)
     generator = torch.Generator().manual_seed(0)
     changed = [inputs.value for inputs in amortized._corrupted(Inputs((x, torch.arange(9))), generator)]
