@@ -250,7 +250,7 @@ class Likelihood(Options, ABC, Generic[P]):
     def at_features(self, prediction: Any, features: Tensor | None) -> Any:
         """Returns a prediction of this likelihood with the noise that a tuning has fitted; here the prediction itself.
 
-        `features` (N, F) are those of the layer `features_read`, with a row for each row of the prediction.
+        `features` (N, F) belong to the block `features_read`, with a row for each row of the prediction.
         """
         return prediction
 

@@ -56,7 +56,7 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
         # 2. ω, about 3/(h s) for large s, and below 1
         width = torch.add(1.0, spread.clamp_max(_WIDEST**2), alpha=(_STRETCH / _KINK) ** 2).rsqrt()
         # 3. the u at which z - c = ±8, even steps in u between them, and the weight h du/√(2π) of a step
-        constants = _constants.__wrapped__ if torch.compiler.is_compiling() else _constants  # not those of a trace
+        constants = _constants.__wrapped__ if torch.compiler.is_compiling() else _constants  # a trace makes its own
         ends, even = constants(nodes, mean.dtype, mean.device)
         ends = torch.asinh(torch.add(ends, near, alpha=1.0 / _STRETCH).sinh() / width)
         u, step = (ends @ even).split([nodes, 1], -1)

@@ -41,7 +41,7 @@ def student_normals(df: float | None) -> tuple[Tensor, Tensor]:
 
 
 def noise_nodes(like: Tensor, df: float | None) -> tuple[Tensor, Tensor]:
-    """Returns nodes and weights (n, 1, 1) for noise of variance 1: those of each of its normals."""
+    """Returns nodes and weights (n, 1, 1) for noise of variance 1, of each of its normals."""
     weights, variances = (values.to(like)[:, None, None, None] for values in student_normals(df))
     nodes, chances = normal_nodes(like)
     return (variances.sqrt() * nodes).flatten(0, 1), (weights * chances).flatten(0, 1)

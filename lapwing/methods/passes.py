@@ -72,7 +72,8 @@ class Batch:
         for part, record in self.tangent.records(self.inputs, cotangents, dtype, Reading(scratch_per_sample, kept)):
             if part.step is None:  # all positions of these samples, not one of each
                 outputs.append(record.outputs.reshape(-1, self.tangent.outputs))
-            if cotangents.columns is not None and not (self.likelihood is self.weights is None):
+            weighted = self.likelihood is not None or self.weights is not None
+            if weighted and cotangents.columns is not None:
                 weights = self.curvature_weights(record.outputs, part, record.sizes, kept)
             if weights is not None:
                 record = record.weighted(weights)

@@ -117,7 +117,7 @@ class Runner:
         return self._with_first_parts(step, problem, stop)
 
     def _with_first_parts(self, step: CurvaturePass[Any], problem: Problem, stop: Stop | None) -> State:
-        """Runs a curvature pass, and again for the first samples; ends with these if `stop` says so."""
+        """Runs a curvature pass, and again for the first samples; ends with these if `stop` returns True."""
         generator = problem.root.generator
         state_before, state = generator.get_state(), None if stop else self._sums(step, problem).state
         state_after, count = generator.get_state(), self.count()

@@ -10,7 +10,7 @@ import torch
 import lapwing as lw
 from lapwing.covariance import JointLatent, Latent, LinearDraws
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
-from lapwing.likelihoods import Bernoulli, Categorical, Probit, Quadrature
+from lapwing.likelihoods import Bernoulli, Categorical, Probit, Quadrature, quadrature
 from tests.likelihoods.fakes import FakeLatent, random_latent
 
 F64 = torch.float64
@@ -222,3 +222,16 @@ def test_a_number_of_draws_is_still_drawn():
     few, many = (prediction.mutual_information(draws) for draws in (8, 50_000))
     assert not torch.allclose(few, prediction.mutual_information(), rtol=0.02)
     torch.testing.assert_close(many, prediction.mutual_information(), rtol=0.05, atol=0.0)
+
+
+def test_constants_made_in_inference_mode_serve_gradients() -> None:
+    quadrature._constants.cache_clear()
+    mean, variance = torch.tensor([[0.3, -1.0]]).double(), torch.tensor([[0.5, 2.0]]).double()
+    with torch.inference_mode():
+        wanted = quadrature.information(mean, variance)
+    mean.requires_grad_()
+    found = quadrature.information(mean, variance)
+    found.sum().backward()
+    assert torch.equal(found, wanted)
+    assert mean.grad is not None
+    assert mean.grad.abs().min() > 0
