@@ -129,10 +129,19 @@ class Censored(Likelihood["CensoredPrediction"]):
         return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
-        """Returns the candidate of highest likelihood, moved to the top of a parabola through its neighbours."""
+        """Returns the candidate of highest likelihood, moved to the top of a parabola through its neighbours.
+
+        Raises if that is the smallest or the largest candidate, as where all targets are censored on one side.
+        """
         if "log_likelihoods" not in statistics:
             return self.noise_variance
         sums = statistics["log_likelihoods"].cpu()
+        if int(sums.argmax()) in (0, len(sums) - 1):
+            raise LapwingError(
+                "These censored targets do not determine the noise variance: the likelihood is highest at "
+                f"{10 ** float(EXPONENTS[sums.argmax()]):.0e}, the end of the candidates. If all targets are censored, "
+                "write likelihood=lw.Censored(noise_variance=0.1); else scale y to a standard deviation near 1."
+            )
         at = int(sums[1:-1].argmax()) + 1
         before, top, after = sums[at - 1 : at + 2].tolist()
         bend = 2 * top - before - after

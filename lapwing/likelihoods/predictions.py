@@ -306,8 +306,8 @@ class RealPrediction(Prediction):
         return False
 
     def _aligned(self, targets: Any, like: Tensor, check: Callable[..., None], *options: Any) -> Tensor:
-        """Returns the targets of `log_prob` in the shape, dtype and device of `like` (B, C), after a check of them."""
-        name, targets = f"{type(self).__name__}.log_prob", as_targets(targets, like.device)
+        """Returns targets in the shape, dtype and device of `like` (B, C), after a check of them."""
+        name, targets = type(self).__name__, as_targets(targets, like.device)
         check(name, like.shape, like.device, targets, *options)
         return aligned_targets(name, like, targets)
 

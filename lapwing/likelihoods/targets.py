@@ -121,7 +121,7 @@ def check_real_targets(
         if not missing and bool(targets.isnan().any()):
             holes = ", since this likelihood accepts no missing targets"
             likelihood = {"Regression": "Gaussian", "Heteroscedastic": "HeteroscedasticGaussian"}
-            kind = likelihood.get(name.removesuffix("Prediction.log_prob"), name)
+            kind = likelihood.get(name.removesuffix("Prediction"), name)
             if kind in likelihood.values():
                 holes = f", or write `lw.{kind}(missing=True)` if NaN marks a missing target"
         raise LapwingError(
@@ -288,7 +288,7 @@ def _range_line(name: str, labels: Tensor, bad: Tensor, classes: int) -> str:
     """Returns the line to write for labels out of range, for the most common causes."""
     low, high = int(labels.min()), int(labels.max())
     wrong = labels[bad]
-    ignores = name in ("Categorical", "ClassPrediction.log_prob")
+    ignores = name in ("Categorical", "ClassPrediction")
     if ignores and bool((wrong == -100).all()):
         return "Pass `likelihood=lw.Categorical(ignore_index=-100)` for labels that do not count"
     if low == 1 and high == classes:

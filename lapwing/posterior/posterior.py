@@ -332,7 +332,7 @@ class Posterior(Displayed, Generic[P]):
         parts = latents_of(self.tangent, self.covariance, data, way, False, progress, layer)
         if self.aim is not None:
             rows = parts[0][0].rows if has_positions(parts[0][0]) else parts[0][0]
-            link = self.aim.link_for(via, link, likelihood, rows)
+            link = self.aim.link_for(via, link, likelihood, rows, linear=self.tangent.treats_output_alone)
         found: Any = [predicted(likelihood, latent, link, generator, features) for latent, features in parts]
         return found[0] if len(found) == 1 else found
 

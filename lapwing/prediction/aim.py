@@ -33,12 +33,17 @@ class Aim:
         """The way, unless it is linearised: one contraction gives the linearised latents of many candidates."""
         return None if self.via == Linearized() else self.via
 
-    def link_for(self, via: Way | None, link: Link | None, likelihood: Likelihood, latent: AnyLatent) -> Link | None:
-        """Returns the link of a prediction, if it fits; warns if its way or link is not what the data chose for."""
+    def link_for(
+        self, via: Way | None, link: Link | None, likelihood: Likelihood, latent: AnyLatent, linear: bool
+    ) -> Link | None:
+        """Returns the link of a prediction, if it fits; warns if its way or link is not what the data chose for.
+
+        If the network is `linear` in its treated weights, all ways without draws give the same variances.
+        """
         mine, other = self.via or DefaultWay(), via or self.via or DefaultWay()
-        if other.tuned_as not in (None, mine.tuned_as):
-            _warn("via", via, likelihood)
-        if other.tuned_as != mine.tuned_as:
+        if not (linear and latent.draws is None) and other.tuned_as != mine.tuned_as:
+            if other.tuned_as is not None:
+                _warn("via", via, likelihood)
             return link
         chosen, default = likelihood.choose_link(latent, link), self.link or likelihood.choose_link(latent, None)
         if link is not None and type(chosen) is not type(default):

@@ -134,6 +134,14 @@ def test_the_data_decide_on_an_open_noise(held_out: bool, df: float | None) -> N
         posterior.with_noise(2.0)
 
 
+def test_targets_that_do_not_determine_the_noise() -> None:
+    """The likelihood has no inner maximum where all targets are censored and the outputs miss all, or none."""
+    below = torch.stack([torch.full_like(Y, -torch.inf), Y - 100], 1)
+    for targets in (below, -below.flip(1), torch.stack([Y - 100, Y + 100], 1)):
+        with pytest.raises(lw.LapwingError, match="do not determine the noise variance"):
+            lw.fit(network(), [(X, targets)], lw.KFAC(), likelihood="censored")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_methods_and_files(dtype: torch.dtype, tmp_path: Path) -> None:
     model = network(dtype)

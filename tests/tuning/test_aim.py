@@ -151,6 +151,17 @@ def test_another_way_or_link_warns_once_with_the_line(caplog):
     assert caplog.text.count("tune=lw.Validation(held_out, link=lw.Quadrature(nodes=48))") == 1
 
 
+def test_ways_through_a_last_layer_share_the_choice(caplog):
+    model, train, held_out, (x, _) = trained("categorical", 3)
+    tune = lw.Validation(held_out, link=lw.Probit(scale="weighted"))
+    posterior = lw.fit(model, train, lw.KFAC(), params=lw.last_layer, tune=tune)
+    caplog.clear()
+    through = posterior.predict(x, via=lw.deploy(posterior, x).via)
+    torch.testing.assert_close(through.probs, posterior.predict(x).probs)
+    assert through.link == tune.link
+    assert "other predictions" not in caplog.text
+
+
 JOINT = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2), "b": [2]})
 
 
