@@ -17,7 +17,7 @@ from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.training import Recipe
-from papers.together import comparison, each_way, matrix, methods, nearness
+from papers.together import comparison, each_way, matrix, methods, nearness, noise
 from papers.together import pages as comparison_pages
 from papers.together.tasks import Task, Training
 
@@ -151,6 +151,32 @@ def test_the_own_choice_is_compared_seed_by_seed():
     }
     found = each_way.differences(runs, "fitted")
     assert found == {"toy": {"KFAC, sampling": {"mean": pytest.approx(2.5), "standard_error": pytest.approx(0.5)}}}
+
+
+@pytest.mark.parametrize("kind", noise.LIKELIHOODS)
+def test_the_noise_without_a_covariance_is_that_of_the_network(kind, monkeypatch):
+    monkeypatch.setattr(noise.tasks, "table", lambda name, seed: task())
+    found = noise.noisy("toy", 0, kind)
+    x, y = found.test
+    posterior = noise.FITS[noise.BASE](found)
+    assert float(posterior.predict(x).epistemic_variance.max()) < 1e-6
+    outputs = found.model(x).detach()
+    likelihood = lw.Gaussian(posterior.noise_variance) if kind == noise.ONE else posterior.likelihood
+    if kind != noise.RESIDUALS:
+        expected = -float(likelihood.log_prob(outputs, y).mean())
+        assert noise.row(lambda: found, noise.BASE)["nll"] == pytest.approx(expected, rel=1e-4)
+    assert outputs.shape[1] == 1 + (kind == noise.OUTPUT)
+
+
+def test_gains_of_noise_and_covariance_are_paired_by_seed():
+    first, second = noise.label(noise.ONE, noise.BASE), noise.label(noise.OUTPUT, noise.BASE)
+    runs = {
+        f"toy, seed {seed}": {first: {"nll": a}, second: {"nll": b}, noise.label(noise.OUTPUT, "KFAC"): {"nll": c}}
+        for seed, (a, b, c) in enumerate([(3.0, 1.0, 0.5), (7.0, 4.0, 3.5)])
+    }
+    assert noise.gains(runs, lambda kind: first)["toy"][second]["mean"] == pytest.approx(2.5)
+    by_covariance = noise.gains(runs, lambda kind: noise.label(kind, noise.BASE))["toy"]
+    assert by_covariance[noise.label(noise.OUTPUT, "KFAC")] == {"mean": pytest.approx(0.5), "standard_error": 0.0}
 
 
 def test_every_task_has_the_methods_that_apply():
