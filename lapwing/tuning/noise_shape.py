@@ -81,7 +81,8 @@ def chosen(
     With held-out rows, shapes of the training residuals get a `level` by four fifths of these rows. Otherwise two
     thirds of the training rows determine shape and level, and the mean of σ²_c(x)/`floor`_c over all of them is 1.
     The best law must gain more than one standard error of the paired difference to the plain law, or more if rows are
-    few. The factor s of the latent covariance is tuned for the best law only.
+    few. Each law has a factor s of the latent covariance of its own: one noise variance may ask for a wide one, which
+    would hide the noise.
 
     Args:
         train: training rows.
@@ -116,7 +117,7 @@ def chosen(
         plain_noise = floor * level_of_fold.clamp_min(SMALLEST)[fold, None]  # (N, C)
     slopes = torch.stack([shape.slope(some.features) for part in parts for shape in part])
     far = final[0].is_far(some.features)
-    left_out = level(slopes, some, used.repeat_interleave(len(final), 0), df, floor, far, False)[-1]
+    left_out = level(slopes, some, used.repeat_interleave(len(final), 0), df, floor, far, scaled)[-1]
     losses = left_out.unflatten(0, (folds, -1))[fold, :, torch.arange(count)].T
     # 3. the best law, if it surely gains over the first one
     if may_stay:

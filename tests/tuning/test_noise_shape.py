@@ -190,6 +190,16 @@ def test_held_out_rows_choose_the_input_and_the_tails():
     assert all(torch.equal(value, again.tensors[name]) for name, value in noise.tensors.items())
 
 
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_wide_covariance_does_not_hide_the_noise(part):
+    """One noise variance may ask for a wide latent. Other noise is compared at a factor of the latent of its own."""
+    train = rows_of(2000, seed=1)
+    residual = floor_of(train)
+    noise = chosen(train, 0.1 * residual, held_out_of(150, latent=part * float(residual), seed=2))
+    assert noise is not None
+    assert noise.spread < 0.3
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_constant_normal_noise_stays(seed):
     train, held_out = rows_of(500, slope=0.0, seed=seed), held_out_of(250, latent=0.01, slope=0.0, seed=100 + seed)
