@@ -134,11 +134,11 @@ class Twice(IterableDataset):
         return iter(DATA)
 
 
-@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
-def test_samples_that_each_worker_shows_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(Twice(), batch_size=5, num_workers=2)
-    assert lw.fit(network(), loader, tune=None).samples == 40
-    assert "shows 40 samples, each of the 20 of its data set once per worker" in caplog.text
+@pytest.mark.parametrize(("shown", "workers"), [(40, 2), (60, 3), (40, 3), (20, 1), (20, 0)])
+def test_samples_that_each_worker_shows_are_said(shown: int, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    Data(DataLoader(Twice(), batch_size=5, num_workers=workers), network()).warn_of_unseen(shown)
+    said = f"shows {shown} samples, each of the 20 of its data set once per worker" in caplog.text
+    assert said == (shown == 20 * workers > 20)
 
 
 class WithoutLength(IterableDataset):
@@ -157,6 +157,16 @@ def test_workers_that_begin_with_the_same_batch_are_said(shares: bool, caplog: p
     loader = DataLoader(WithoutLength(shares), batch_size=5, num_workers=2)
     assert lw.fit(network(), loader, tune=None).samples == (20 if shares else 40)
     assert ("begin with the same batch" in caplog.text) == (not shares)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shares_of_a_distributed_sampler_leave_its_repeated_samples_out(count: int, ranks: int) -> None:
+    for rank in range(ranks):
+        sampler = DistributedSampler(range(count), ranks, rank, shuffle=False)
+        shown = len(range(rank, count, ranks))
+        loader = DataLoader(TensorDataset(X[:count]), batch_size=2, sampler=sampler)
+        assert Data(loader, network()).sizes == [[min(2, shown - start) for start in range(0, shown, 2)]]
 
 
 # --- the same tensors for every batch --------------------------------------------------------------------------------

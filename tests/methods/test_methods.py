@@ -118,7 +118,7 @@ class MethodConformance:
         problem = setup("mlp")
         self.check(problem, 1, 9 * 0.3, weight_decay=0.3, prior_precision=None)
         self.check(problem, 5, 45 * 0.3, weight_decay=0.3, prior_precision=None, data_size=45)
-        self.check(problem, prior_mean=1.5)  # moves the evidence, not Σ
+        self.check(problem, prior_mean={"0.bias": torch.full((6,), 1.5)})  # moves the evidence, not Σ
 
     @pytest.mark.skipif(PRETENDED is not None, reason="the pretended device loses a number assigned to many places")
     @pytest.mark.parametrize("name", ["grouped_strided_conv", "prelu"])

@@ -10,7 +10,6 @@ import lapwing as lw
 from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.basis import CoordinateBasis
 from lapwing.methods.subset_of_weights import SubsetOfWeights
-from tests import oracle
 from tests.conformance import EVERY, Setup, close, setup, subspace_covariance
 from tests.methods.test_methods import MethodConformance, OnFewNetworks
 from tests.zoo import ZOO
@@ -60,18 +59,6 @@ class TestDiagonalWithResidual(OnFewNetworks, SubsetConformance):
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "residual"), [("mlp", None), ("mlp_scalar", "prior"), ("conv1d", None), ("prelu", "prior")]
-)
-def test_every_weight_is_full(name, residual):
-    problem = setup(name)
-    fitted = problem.fit(SubsetOfWeights(len(problem.theta), "magnitude", residual))
-    close(fitted.covariance.to_dense(), oracle.laplace_covariance(problem.G, 2.0), 1e-8)
-    full = problem.fit(lw.Full())
-    close(fitted.latent(problem.test).covariance, full.latent(problem.test).covariance, 1e-8)
-    assert fitted.log_marginal_likelihood() == pytest.approx(full.log_marginal_likelihood(), rel=1e-10)
 
 
 def test_random_follows_the_seed():

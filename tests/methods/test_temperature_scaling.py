@@ -97,3 +97,15 @@ def test_weights_and_batches_do_not_change_the_pseudo_row(batch):
     kept = torch.cat([torch.arange(0, 40, 4), torch.arange(0, 40, 4), torch.arange(1, 40, 4)])
     shown = lw.fit(model, [(x[kept], y[kept])], lw.TemperatureScaling())
     assert weighted.logit_temperature == pytest.approx(shown.logit_temperature, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("factor", "temperature", "words"),
+    [(1e-6, 1e-2, "hardly differ between the classes"), (-1e3, 1e2, "do not predict the classes")],
+)
+def test_a_temperature_at_the_end_of_the_range_is_warned_of(factor, temperature, words, caplog):
+    model, x, y = data()
+    scaled = lw.fit(model, [(x, y)], lw.TemperatureScaling(), forward=lambda model, x: factor * model(x))
+    assert scaled.logit_temperature == pytest.approx(temperature)
+    (line,) = [record.getMessage() for record in caplog.records if "end of the range" in record.getMessage()]
+    assert words in line

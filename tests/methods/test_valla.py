@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
+from lapwing.data.inputs import Inputs
 from lapwing.data.samples import Samples
 from lapwing.methods.passes import Batch
+from lapwing.methods.valla.inducing import kernel
 from lapwing.methods.valla.points import cluster_centres, inducing_points, movable
-from lapwing.tangent import Anchors
+from lapwing.tangent import Anchors, Tangent
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance
 from tests.conformance import subspace as span_of
@@ -133,6 +135,18 @@ def test_titsias():
     bound -= 0.5 * torch.logdet(torch.eye(len(J)).double() + low / NOISE) + 0.5 * delta * theta.square().sum()
     bound -= 0.5 * (J.square().sum() / delta - low.trace()) / NOISE
     assert fitted.log_marginal_likelihood(lower_bound=True) == pytest.approx(float(bound), rel=1e-9)
+
+
+def test_a_kernel_that_fits_the_budget_records_anchors_and_batch_once(monkeypatch):
+    problem, calls, record = setup("mlp"), [], Tangent.record
+    anchors, weights = points_of(problem, lw.VaLLA(3)), dict.fromkeys(problem.tangent.named_blocks, 0.5)
+    rows, J = rows_at(problem, anchors), problem.J
+    monkeypatch.setattr(Tangent, "record", lambda *args, **options: calls.append(1) or record(*args, **options))
+    found = kernel(anchors, weights, Inputs.of(problem.x))
+    assert len(calls) == 2
+    close(found.inner, 0.5 * rows @ rows.T)
+    close(found.cross, 0.5 * J @ rows.T)
+    close(found.within, 0.5 * J @ J.mT)
 
 
 # --- natural gradients -----------------------------------------------------------------------------------------------

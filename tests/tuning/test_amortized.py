@@ -210,7 +210,10 @@ def test_a_poor_head_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     posterior, _ = fitted("mean")
     monkeypatch.setattr(amortized, "HEAD_STEPS", 3)
     lw.amortize(posterior, (inputs(400, 1), inputs(400, 2)[:, :1]))
-    assert [one.levelname for one in caplog.records if "times the exact ones" in one.getMessage()] == ["WARNING"]
+    (line,) = [one for one in caplog.records if "times the exact ones" in one.getMessage()]
+    assert line.levelname == "WARNING"
+    left_out = int(line.getMessage().split(" left-out rows")[0].split()[-1])
+    assert left_out == pytest.approx(400 * amortized.HEAD_LEFT_OUT, abs=20)
 
 
 def test_the_same_way_for_the_same_data_and_torchs_generator_stays() -> None:
