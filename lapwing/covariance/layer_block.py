@@ -98,7 +98,7 @@ class FactorLayer(LayerBlock):
         matrix = self._matrix.to(mean.dtype)
         if full:
             return (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
-        return moment @ matrix.diagonal().permute(2, 0, 1).flatten(1).T  # (B, O)
+        return moment @ matrix.diagonal().flatten(0, 1)  # (B, O)
 
 
 def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:

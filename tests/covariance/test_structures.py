@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cache
 from itertools import product
 
@@ -274,6 +275,7 @@ class StructureConformance:
         precision = self.precision(problem, 8)
         close(again.with_prior(precision, 0.6).to_dense(), self.oracle(problem, precision, 0.6))
         close(again.evidence_gap(precision, 0.6), covariance.evidence_gap(precision, 0.6))
+        close(pickle.loads(pickle.dumps(covariance)).to_dense(), sigma)
 
 
 class PrecisionConformance(StructureConformance):
@@ -451,6 +453,23 @@ class TestFromRows(PrecisionConformance):
         traces = torch.stack([G[where, where].trace() for where in problem.slices.values()])
         rows = ExplicitBasis(split_blocks(problem.blocks, U))
         return LowRankWithResidual.from_rows(problem.blocks, rows, torch.diag(values), traces, precision, scale)
+
+
+def test_eigenvalues_of_kronecker_products(monkeypatch):
+    monkeypatch.setattr(kronecker, "SLICE_NUMBERS", 8)  # two rows per step
+    inputs, outputs = spectrum(2, 2, seed=1), spectrum(2, 3, seed=2)
+    factors = KroneckerFactors(None, orthogonal(2, 3, 0), inputs, outputs, torch.tensor([7]))
+    close(factors.products(), torch.stack([torch.outer(outputs[g], inputs[g]) / 7 for g in range(2)]))
+
+
+@pytest.mark.parametrize("precision", [0.0, 1e-17, 1e-12])
+@pytest.mark.parametrize("row", [[1e-15, 0.0, 1e-17], [0.0, 0.0, 0.0]])
+def test_rounding_noise_is_compared_with_the_smallest_row_or_column_that_is_not_zero(row, precision):
+    values = torch.tensor([[[1.0, 0.0, 1e-3], row]], dtype=torch.float64)
+    factors = KroneckerFactors(None, orthogonal(1, 2, 0), values.amax(1), values.amax(2), torch.tensor([1]))
+    largest = [*values[0].amax(0).tolist(), *values[0].amax(1).tolist()]
+    wanted = torch.finfo(torch.float64).eps > min(value for value in largest if value > 0) + precision
+    assert KroneckerBlock(values, factors).has_rounding_noise(precision) == wanted
 
 
 def test_scaled_factors_join():

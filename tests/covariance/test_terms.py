@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.covariance import AnyLatent, JointLatent, Latent, LatentDraws, LinearDraws
+from lapwing.covariance import AnyLatent, JointLatent, Latent, LatentDraws, LinearDraws, SelectedLatent
+from lapwing.covariance.latent_at_positions import LatentAtPositions
 from lapwing.covariance.terms import (
     DenseTerm,
     EigenTerm,
@@ -23,6 +24,7 @@ from lapwing.covariance.terms import (
 )
 from lapwing.covariance.terms import concatenate as join_terms
 from lapwing.jacobian.jacobian import reflect_
+from lapwing.network.positions import Places
 
 F64 = torch.float64
 
@@ -211,3 +213,44 @@ def test_samples_of_linear_draws_have_their_mean_and_covariance() -> None:
     spread = draws - mean
     found = torch.einsum("sbi,sbj->bij", spread, spread) / len(draws)
     torch.testing.assert_close(found, latent.covariance, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["alike", "with gradients", "wider from the third on"])
+def test_chunks_of_a_latent_are_gathered(kind: str) -> None:
+    mean, factor, wide = normal(6, 3), normal(6, 3, 2), normal(6, 3, 4, 1).squeeze(-1)
+    terms = [FactoredTerm(wide[i : i + 2] if i == 4 and "wider" in kind else factor[i : i + 2]) for i in (0, 2, 4)]
+    if kind == "with gradients":
+        terms = [FactoredTerm(term.factor.clone().requires_grad_()) for term in terms]
+    latents = [Latent(mean[2 * i : 2 * i + 2], (term,)) for i, term in enumerate(terms)]
+    gathered = Latent.gather(iter(latents), 6)
+    assert gathered.mean.equal(mean)
+    close(gathered.covariance, torch.cat([term.factor @ term.factor.mT for term in terms]))
+    assert gathered.covariance.requires_grad == (kind == "with gradients")
+    assert Latent.gather(iter(latents[:1]), 2) is latents[0]
+
+
+def test_classes_that_are_not_selected_have_the_average_variance_of_those_that_are() -> None:
+    """Of 5 classes the third and the last are impossible; the last one is selected, and has no variance."""
+    outputs, every_mean = torch.tensor([[3, 1, 4]]), torch.tensor([[1.0, 2.0, -1e9, 3.0, -1e9]]).double()
+    covariance = torch.zeros(1, 3, 3, dtype=F64)
+    covariance[:, :2, :2] = normal(1, 2, 2) @ normal(1, 2, 2).mT
+    latent = SelectedLatent(
+        every_mean.gather(1, outputs), (DenseTerm(covariance),), outputs=outputs, every_mean=every_mean
+    )
+    second, first = covariance[0].diagonal()[:2].flip(0)
+    whole = latent.of_classes()
+    assert whole.mean is every_mean
+    close(whole.variance, torch.stack([(first + second) / 2, second, 0 * first, first, 0 * first])[None])
+    one = SelectedLatent(
+        every_mean[:, :1], (DenseTerm(covariance[:, :1, :1]),), outputs=outputs[:, :1], every_mean=every_mean
+    )
+    with pytest.raises(lw.LapwingError, match="one output is selected"):
+        one.of_classes()
+
+
+def test_latents_at_positions_have_the_draws_of_their_rows() -> None:
+    places = Places(2, (2,), -1)
+    assert LatentAtPositions(LATENTS["factors"], places).draws is None
+    found = LatentAtPositions(LATENTS["draws"], places).draws
+    assert found is not None
+    assert found.equal(normal(6, 4, 3).view(6, 2, 2, 3))
