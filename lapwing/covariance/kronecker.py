@@ -86,7 +86,8 @@ class KroneckerBlock(Structure):
         jacobian = as_matrix(jacobian)
         outputs = None if jacobian.is_output else self.outputs
         reduced = None
-        if self.inputs is not None and self.skips_null_space:
+        # products with the range of A and back must cost less than one product with all directions
+        if self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS:
             reduced = jacobian.rotate_inputs(self.inputs[0, :, self.null_size :])
         if reduced is None:
             return weighted_terms(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])
@@ -99,11 +100,6 @@ class KroneckerBlock(Structure):
         """Number of leading input directions with equal λ, at least 1: the null space of A, orthogonal to all data."""
         same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
         return int(same.cumprod(0).sum())
-
-    @property
-    def skips_null_space(self) -> bool:
-        """Whether products with the range of A and back cost less than one product with all directions."""
-        return self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS
 
     def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
         left, right = of_both(lambda one: as_matrix(one).rotate(self.inputs, self.outputs), jacobian, other)

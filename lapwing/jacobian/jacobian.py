@@ -100,11 +100,7 @@ class BlockJacobian(ABC):
     cotangents: int  # R
     size: int  # P
     slice_bytes: int = SLICE_BYTES  # target size of one slice
-
-    @property
-    def is_output(self) -> bool:
-        """Whether the layer's output is the network's output and its entries are the cotangents."""
-        return False
+    is_output: bool = False  # whether the layer's output is the network's output and its entries are the cotangents
 
     @property
     def strips(self) -> Strips | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..linalg import add_squares
-from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
+from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weightings, reflect_
 from .shared_outer import SharedOuter
 from .strips import Strips
 
@@ -28,7 +28,7 @@ class Outer(MatrixJacobian):
     groups = 1
 
     def __init__(self, a: Tensor, g: Tensor | None, outputs: int, bias: bool = False) -> None:
-        self._a, self._g, self._bias = a, g, bias
+        self._a, self._g, self._bias, self.is_output = a, g, bias, g is None
         self.batch, self.outputs, self.inputs = a.shape[0], outputs, a.shape[1] + bias
         self.size = outputs * self.inputs
         self.cotangents = outputs if g is None else g.shape[1]
@@ -36,11 +36,7 @@ class Outer(MatrixJacobian):
     @cached_property
     def a(self) -> Tensor:
         """Inputs (B, I)."""
-        return torch.cat([self._a, self._a.new_ones(self.batch, 1)], 1) if self._bias else self._a
-
-    @property
-    def is_output(self) -> bool:
-        return self._g is None
+        return F.pad(self._a, (0, 1), value=1.0) if self._bias else self._a
 
     @property
     def g(self) -> Tensor:
@@ -48,16 +44,6 @@ class Outer(MatrixJacobian):
         if self._g is None:
             return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
         return self._g
-
-    @property
-    def _samples_first(self) -> bool:
-        """Whether g is contiguous as (B, R, O). A batched backward pass leaves it as (R, B, O)."""
-        return self.g.is_contiguous()
-
-    @property
-    def _rows_of_g(self) -> Tensor:
-        """Gradients as one matrix in the order of memory, (B R, O) or (R B, O)."""
-        return (self.g if self._samples_first else self.g.transpose(0, 1)).flatten(0, 1)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
@@ -70,10 +56,8 @@ class Outer(MatrixJacobian):
         """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
         if outputs is not None:
-            turned = self._rows_of_g @ outputs[0]
-            shape = (self.batch, self.cotangents) if self._samples_first else (self.cotangents, self.batch)
-            g = turned.view(*shape, self.outputs)
-            g = g if self._samples_first else g.transpose(0, 1)
+            g = self.g
+            g = g @ outputs[0] if g.is_contiguous() else (g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
         return Outer(a, g, self.outputs).within(self.slice_bytes)
 
     def _turned(self, basis: Tensor) -> Tensor:
@@ -98,20 +82,17 @@ class Outer(MatrixJacobian):
         """Returns the same Jacobian in the form of several positions."""
         return SharedOuter(self.strips).within(self.slice_bytes)
 
-    def input_scale(self, weighting: DiagonalWeights) -> Tensor:
-        """Returns `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O), through which a diagonal weighting depends on the inputs."""
-        return F.linear(self._a.square(), *weighting.matrix(self.outputs, self.inputs, self._bias))
-
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:
-        """Returns g, None if the layer is the output, and the scales of the inputs."""
-        return self._g, map(self.input_scale, candidates)
+        """Returns g, None if the layer is the output, and the scales `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O)."""
+        squares, layout = self._a.square(), (self.outputs, self.inputs, self._bias)
+        return self._g, (F.linear(squares, *weighting.matrix(*layout)) for weighting in candidates)
 
     def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
         """Returns `Q g diag(s) gᵀ Q` (B, R, R), `Σ_j g² s_j` for g and H g (2, B, R), or `Σ_j s_j Σ_r (H g)²_j` (B,).
 
         Time for n weights: O(n B R² O), O(n B R O), or O(n B O).
         """
-        scales = map(self.input_scale, candidates)
+        _, scales = self.weighted_factors(candidates)
         if reads == "covariances":
             g = reflect_(self.g.clone(), 1)
             return [(g * scale.unsqueeze(1)) @ g.mT for scale in scales]
@@ -179,17 +160,12 @@ class Outer(MatrixJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
-        add_squares(outputs, self._rows_of_g[None])
+        g = self.g if self.g.is_contiguous() else self.g.transpose(0, 1)  # in the order of memory
+        add_squares(outputs, g.flatten(0, 1)[None])
         return self.add_input_factor(inputs, weights)
 
     def add_input_factor(self, inputs: Tensor, weights: Tensor | None = None) -> int:
         """Adds `A = Σ a aᵀ` of `add_kronecker_factors`, and returns the number of positions."""
-        if weights is not None:
-            add_squares(inputs, (self.a * weights.sqrt().to(self.a)[:, None])[None])
-            return self.batch
-        add_squares(inputs[:, :-1, :-1] if self._bias else inputs, self._a[None])
-        if self._bias:  # the last row of A = Σ [a, 1] [a, 1]ᵀ; the last column is in the upper triangle
-            ones = inputs[0, -1]
-            ones[:-1].addmv_(self._a.T, self._a.new_ones(self.batch))
-            ones[-1].add_(self.batch)
+        a = self.a if weights is None else self.a * weights.sqrt().to(self.a)[:, None]
+        add_squares(inputs, a[None])
         return self.batch

@@ -292,7 +292,7 @@ def test_symmetric_products_by_their_lower_triangles(size, groups):
 @pytest.mark.parametrize("first", ["samples", "cotangents"])
 @pytest.mark.parametrize("size", [5, 128, 300])
 def test_a_layer_adds_the_factors_it_returns(size, first, bias):
-    """By triangles and whole, gradients in either order of memory, the bias's row apart."""
+    """By triangles and whole, gradients in either order of memory, with and without a bias."""
     g = torch.randn(4, 2, 140).double()
     g = g if first == "samples" else g.transpose(0, 1).contiguous().transpose(0, 1)
     form = tn.Outer(torch.randn(4, size).double(), g, 140, bias)

@@ -186,7 +186,7 @@ class PatchOuter(Outer):
     """A convolution that gives the outputs. Its inputs are patches, which are formed only if a product needs them."""
 
     def __init__(self, use: ConvUse, samples: int, bias: bool) -> None:
-        self._use, self._g, self._bias, layout = use, None, bias, use.matrix()
+        self._use, self._g, self._bias, self.is_output, layout = use, None, bias, True, use.matrix()
         self.batch, self.outputs, self.inputs = samples, layout.outputs, layout.inputs + bias
         self.size, self.cotangents = self.outputs * self.inputs, self.outputs
 
