@@ -80,11 +80,6 @@ class Subspace(PriorCovariance):
         same = same_ratios(precision, self.precision)
         return self._curvatures * (self.precision[0] / precision[0]) if same else None
 
-    def _project(self, record: Record) -> Tensor:
-        """Returns `J W̃ᵀ` (B, R, k)."""
-        projected = self.basis.project(record)
-        return projected @ self._rotation.to(projected)
-
     def _directions(self) -> Vectors:
         """Returns W̃: block name -> (k, P_block)."""
         return self.basis.combine(self._rotation.T)
@@ -216,8 +211,7 @@ class LowRank(Subspace):
         return features @ root.to(features)
 
     def joint_output_covariance(self, record: Record, other: Record) -> Tensor:
-        root = self._weights.sqrt().to(record.outputs.device, record.dtype)
-        return cross_covariance(*of_both(lambda one: self._project(one) * root, record, other))
+        return cross_covariance(*of_both(lambda one: self.factor(self.basis.project(one)), record, other))
 
     def layer_block(self, name: str) -> LayerBlock:
         return FactorLayer(self._layer_rows(name, self._weights))

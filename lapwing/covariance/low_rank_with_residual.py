@@ -142,8 +142,8 @@ class LowRankWithResidual(Subspace):
         for block in self.blocks:
             left, right = of_both(itemgetter(block.name), record, other)
             prior = prior + left.gram(right) / self._delta[block.name]
-        left, right = of_both(self._project, record, other)
-        return prior - cross_covariance(left * self._removed.to(left.dtype), right)
+        left, right = of_both(lambda one: next(self._factors(one, [self])), record, other)
+        return prior - cross_covariance(left, right)
 
     def layer_block(self, name: str) -> LayerBlock:
         factor = self._layer_rows(name, self._removed)
