@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from .eager import real, without_compiled
 from .functional import FirstCall, first_call
 from .module_state import PreservedState, modules_of
 from .output_layers import output_layers
-from .recording_plan import RecordingPlan, planned
+from .recording_plan import PlannedUse, RecordingPlan, covered_blocks
 from .selection import LastLayer, Predicate, select, with_entries
 from .tracing import RecordedUse, Recording, output_gradients
 
@@ -100,12 +99,15 @@ def probe(
     _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
     generic = {name: reason for name, reason in reasons.items() if reason}
     covered = reasons.keys() - generic.keys()
-    pairs = zip(noted, axes, strict=True)
-    uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
-    unseen = not first.unseen.isdisjoint(names)
-    blocks, plan = planned(uses, covered, parameters, outputs)
-    plan = replace(plan, shared=inputs.shared, unseen=unseen, idle=idle)
+    pairs = [(use, axis) for use, axis in zip(noted, axes, strict=True) if covered & set(use.names.values())]
+    order = tuple(PlannedUse.of(use, axis or BatchAxis(), covered, samples) for use, axis in pairs)
+    blocks = covered_blocks([use.use for use, _ in pairs], order, parameters)
     blocks += [Block(name, (name,), (tuple(real(parameters[name]).shape),), "generic") for name in generic]
+    plan = RecordingPlan.of(
+        order, blocks, single_sample=samples == 1, spread=any(use.spread for use, _ in pairs),
+        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output(outputs)), -1),
+        shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
+    )  # fmt: skip
     if warn and not isinstance(params, LastLayer):
         warn_of_idle(call.model, generic)
     return tuple(blocks), plan, generic, outputs.shape[1]

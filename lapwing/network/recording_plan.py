@@ -12,7 +12,7 @@ from torch import Tensor
 from ..display import Displayed
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..jacobian.layers import BatchAxis
+from ..jacobian.layers import BatchAxis, Use
 from .tracing import RecordedUse
 
 TIED_TABLE = {"embedding, transposed, one-hot", "linear"}
@@ -181,29 +181,23 @@ class RecordingPlan:
         return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
 
 
-def planned(
-    uses: Sequence[tuple[RecordedUse, BatchAxis]],
-    covered: Set[str],
-    parameters: Mapping[str, Tensor],
-    outputs: Tensor,
-) -> tuple[list[Block], RecordingPlan]:
-    """Makes the blocks and the plan from the survey's (use, sample axis) pairs of covered parameters.
+def covered_blocks(uses: Sequence[Use], order: Sequence[PlannedUse], parameters: Mapping[str, Tensor]) -> list[Block]:
+    """Makes the blocks of covered parameters from their uses.
 
     A weight and a bias that always occur together form one block. Any other parameter forms its own block.
     """
-    order = tuple(PlannedUse.of(use, axis, covered, len(outputs)) for use, axis in uses)
     by_name: dict[str, list[int]] = {}
-    for i, planned_use in enumerate(order):
-        for _, name in planned_use.names:
+    for i, planned in enumerate(order):
+        for _, name in planned.names:
             by_name.setdefault(name, []).append(i)
     blocks: dict[str, Block] = {}
     done: set[str] = set()
-    for (noted, _), planned_use in zip(uses, order, strict=True):
-        for role, name in sorted(planned_use.names, reverse=True):  # weight before bias
+    for use, planned in zip(uses, order, strict=True):
+        for role, name in reversed(planned.names):  # weight before bias
             if name in done:
                 continue
-            matrix, *different = {uses[j][0].use.matrix() for j in by_name[name]}
-            partner = dict(planned_use.names).get("bias") if role == "weight" and not different else None
+            matrix, *different = {uses[j].matrix() for j in by_name[name]}
+            partner = dict(planned.names).get("bias") if role == "weight" and not different else None
             paired = partner is not None and partner not in done and by_name[partner] == by_name[name]
             members = (name, partner) if partner is not None and paired else (name,)
             done.update(members)
@@ -212,11 +206,8 @@ def planned(
             bias = matrix is not None and (role == "bias" or len(members) == 2)
             block_name = _block_name(members)
             block_name = members[0] if block_name in blocks else block_name
-            blocks[block_name] = Block(block_name, members, shapes, noted.use.family, matrix, bias)
-    every = list(blocks.values())
-    last = next((i for i, (use, _) in enumerate(uses) if use.is_output(outputs)), -1)
-    spread = any(use.spread for use, _ in uses)
-    return every, RecordingPlan.of(order, every, single_sample=len(outputs) == 1, spread=spread, last=last)
+            blocks[block_name] = Block(block_name, members, shapes, use.family, matrix, bias)
+    return list(blocks.values())
 
 
 def _block_name(members: tuple[str, ...]) -> str:

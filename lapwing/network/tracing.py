@@ -112,10 +112,9 @@ class Recorder(EagerMode):
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function. If it uses watched parameters, records the use and starts the graph at its output."""
-        reader = READERS.get(function)
-        if reader is not None and (not torch.is_grad_enabled() or transformed()):  # the network turned gradients off
-            reader = None
-        use = None if reader is None else reader(args, kwargs, lambda value: id(value) in self._watched)
+        use, reader = None, READERS.get(function)
+        if reader is not None and torch.is_grad_enabled() and not transformed():  # the network may turn gradients off
+            use = reader(args, kwargs, lambda value: id(value) in self._watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names or use.inputs.is_complex():  # layers are real
