@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2172, functions=352, classes=55, files=63),
-    "fit with its default tuning": Ran(lines=2647, functions=433, classes=71, files=76),
-    "first prediction": Ran(lines=1036, functions=172, classes=39, files=46),
+    "fit with a given prior": Ran(lines=2169, functions=352, classes=55, files=63),
+    "fit with its default tuning": Ran(lines=2644, functions=433, classes=71, files=76),
+    "first prediction": Ran(lines=1033, functions=172, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 

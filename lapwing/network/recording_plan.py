@@ -63,6 +63,7 @@ class PlannedUse:
 
     @classmethod
     def of(cls, noted: RecordedUse, axis: BatchAxis, covered: Set[str], samples: int) -> PlannedUse:
+        """Plans a recorded use of covered parameters."""
         names = tuple(sorted((role, name) for role, name in noted.names.items() if name in covered))
         out, matrix = noted.out.numel() // samples, noted.use.matrix()
         patches = out if matrix is None or matrix.one_hot else out // matrix.outputs * (matrix.inputs + 1)
