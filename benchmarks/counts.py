@@ -91,7 +91,7 @@ def layers_of(tangent: Tangent) -> dict[str, Layer]:
     for block in tangent.blocks:
         uses = [i for i, _, _ in plan.uses.get(block.name, ())]
         shape = None if plan.is_explicit(block) or block.matrix is None else block.matrix_shape
-        positions = sum(plan.sizes[i][0] for i in uses) // (shape[0] * shape[1]) if shape else 1
+        positions = sum(plan.order[i].out for i in uses) // (shape[0] * shape[1]) if shape else 1
         layers[block.name] = Layer(block.size, max(1, positions), shape, plan.last in uses)
     return layers
 

@@ -47,19 +47,18 @@ def check_dense(x: Tensor, subject: str) -> None:
         )
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """Returns the inputs and the targets of a batch, unchecked."""
-    if isinstance(batch, Mapping):
-        label = next((key for key in LABEL_KEYS if key in batch), None)
-        if label is not None and len(batch) > 1:
-            targets = packed(batch[label]) if are_heads(batch[label]) else batch[label]
-            return {key: value for key, value in batch.items() if key != label}, targets
-    elif (
-        isinstance(batch, (tuple, list)) and len(batch) >= 2 and (isinstance(batch[-1], Tensor) or are_heads(batch[-1]))
-    ):
-        targets = packed(batch[-1]) if are_heads(batch[-1]) else batch[-1]
-        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), targets
-    raise _no_pair(batch)
+def pair(batch: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    """Returns the inputs and the targets of a batch, unchecked, and the sorted keys of targets that are a dict."""
+    inputs: Any
+    label = next((key for key in LABEL_KEYS if key in batch), None) if isinstance(batch, Mapping) else None
+    several = isinstance(batch, (tuple, list)) and len(batch) > 1
+    if label is not None and len(batch) > 1:
+        inputs, targets = {key: value for key, value in batch.items() if key != label}, batch[label]
+    elif several and (isinstance(batch[-1], Tensor) or are_heads(batch[-1])):
+        inputs, targets = batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+    else:
+        raise _no_pair(batch)
+    return (inputs, packed(targets), tuple(sorted(targets))) if are_heads(targets) else (inputs, targets, ())
 
 
 def _no_pair(batch: Any) -> LapwingError:
@@ -85,14 +84,6 @@ def _no_pair(batch: Any) -> LapwingError:
 def are_heads(targets: Any) -> bool:
     """Whether targets are a dict from names of heads to tensors."""
     return isinstance(targets, Mapping) and bool(targets) and all(isinstance(y, Tensor) for y in targets.values())
-
-
-def head_keys(batch: Any) -> tuple[str, ...]:
-    """Returns the sorted keys of the targets of a batch, or of data (x, y), if they are a dict; otherwise ()."""
-    last = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else {}
-    if isinstance(batch, Mapping):
-        last = next((batch[key] for key in LABEL_KEYS if key in batch), {})
-    return tuple(sorted(last)) if are_heads(last) else ()
 
 
 def packed(targets: Mapping[str, Tensor]) -> Tensor:

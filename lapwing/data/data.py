@@ -55,15 +55,19 @@ class Data:
         self.loader = as_loader(ordered(given, columns) if columns else given, network)
         self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
         self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._keys = batches.head_keys(given) if type(given) is tuple else ()
+        heads = type(given) is tuple and len(given) > 1 and batches.are_heads(given[-1])
+        self._keys = tuple(sorted(given[-1])) if heads else ()
 
     def __iter__(self) -> Iterator[Samples]:
         """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
         most, start, total, keys = _unrepeated(self.loader) if ranks.several() else None, 0, 0.0, []
         if most is None and not length_hint(self.loader):
             most = self._data_size
+        parsed: Iterable[Samples] | None = () if most == 0 else self._listed
+        if parsed is None:  # parsed again in each iteration
+            parsed = (Samples.of(batch, self.weighted) for batch in kept_batches(self.loader))
         try:
-            for samples in self._parsed() if most != 0 else ():
+            for samples in parsed:
                 samples = replace(samples, start=start)
                 if most is not None and samples.count > most - start:
                     samples = samples.take(slice(0, most - start))
@@ -85,12 +89,6 @@ class Data:
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."
             )
-
-    def _parsed(self) -> Iterable[Samples]:
-        """Returns the batches of the loader; each iteration parses them again, unless the loader is a list."""
-        if self._listed is None:
-            return (Samples.of(batch, self.weighted) for batch in kept_batches(self.loader))
-        return self._listed
 
     @cached_property
     def _listed(self) -> list[Samples] | None:
@@ -169,7 +167,7 @@ class Data:
     @cached_property
     def sizes(self) -> list[list[int]]:
         """Sizes of the batches of each rank. The first access is collective, and reads a loader of unknown size."""
-        loader, count = self.loader, known_size(self.loader) if isinstance(self.loader, DataLoader) else None
+        loader, count = self.loader, known_size(self.loader)
         if count is None:
             sizes = [samples.count for samples in self if samples.count]
         else:

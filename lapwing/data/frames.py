@@ -169,7 +169,7 @@ def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     data = _tensors(data, dtype)
     if isinstance(data, tuple) and batches.are_heads(data[-1]):
         data = (*data[:-1], batches.packed(data[-1]))
-    inputs, targets = batches.pair(data)
+    inputs, targets, _ = batches.pair(data)
     count, joined = Inputs(inputs).samples, f" {batches.JOINED}" * any(Inputs(inputs).shared)
     if targets.ndim and count != len(targets):
         raise LapwingError(

@@ -38,14 +38,14 @@ class Samples:
         if isinstance(batch, cls):
             return batch
         rest, weights = _without_weights(batch) if weighted else (batch, None)
-        first, targets = batches.pair(rest)
+        first, targets, heads = batches.pair(rest)
         inputs, targets = Inputs.of(first), plain(targets)
         if weighted:
             weights = _checked_weights(weights, inputs.samples)
         if isinstance(targets, Tensor):
             targets = targets.detach() if targets.requires_grad else targets  # of a teacher with a graph
             _check_targets(inputs, targets)
-        return cls(inputs, targets, weights, heads=batches.head_keys(rest))
+        return cls(inputs, targets, weights, heads=heads)
 
     @property
     def count(self) -> int:
@@ -54,10 +54,8 @@ class Samples:
 
     def to(self, device: torch.device | None) -> Samples:
         """Returns the samples on a device; None keeps theirs."""
-        weights = None if self.weights is None else plain(self.weights, device)
-        return replace(
-            self, inputs=Inputs.of(self.inputs, device), targets=plain(self.targets, device), weights=weights
-        )
+        inputs, targets = Inputs.of(self.inputs, device), plain(self.targets, device)
+        return replace(self, inputs=inputs, targets=targets, weights=plain(self.weights, device))
 
     def take(self, rows: slice | Tensor) -> Samples:
         """Returns some of the samples, with the same `start`."""

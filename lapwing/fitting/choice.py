@@ -150,7 +150,7 @@ def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples
             )
             method = Diagonal()
     elif warn:
-        warn_of_idle(tangent.model, tangent.coverage)  # as a survey for a named method does
+        warn_of_idle(tangent.model, tangent.reasons)  # as a survey for a named method does
     method = method or KFAC()
     sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
     check_fit(method, sizes, data.tune, data.first, options.validation is not None)

@@ -63,13 +63,14 @@ class KFAC(Method):
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Warns if no layer family covers most weights: the method is then almost `Diagonal`."""
-        unknown = tangent.coverage.generic
-        weights, total = sum(line.weights for line in unknown), sum(line.weights for line in tangent.coverage.lines)
-        if self.uncovered == "diagonal" and 2 * weights > total:
+        unknown = [block for block in tangent.blocks if block.is_generic]
+        weights = sum(block.size for block in unknown)
+        if self.uncovered == "diagonal" and 2 * weights > tangent.size:
             log.warning(
                 "%s ignores the covariances of %d of %d weights, since no layer family covers them (%s: %s). Write "
                 "%s(uncovered='dense') or lw.Full() if they are few. lw.coverage(model, x) lists all reasons.",
-                type(self).__name__, weights, total, unknown[0].block, unknown[0].reason, type(self).__name__,
+                type(self).__name__, weights, tangent.size, unknown[0].name, tangent.reasons[unknown[0].name],
+                type(self).__name__,
             )  # fmt: skip
 
     def passes(self, problem: Problem) -> Passes:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from .eager import real, without_compiled
 from .functional import FirstCall, first_call
 from .module_state import PreservedState, modules_of
 from .output_layers import output_layers
-from .recording_plan import Coverage, RecordingPlan, planned
+from .recording_plan import PlannedUse, RecordingPlan, covered_blocks
 from .selection import LastLayer, Predicate, select, with_entries
 from .tracing import RecordedUse, Recording, output_gradients
 
@@ -59,12 +58,13 @@ def probe(
     max_numbers: int,
     warn: bool = True,
     rows: int = PROBED_SAMPLES,
-) -> tuple[tuple[Block, ...], RecordingPlan, Coverage, int]:
+) -> tuple[tuple[Block, ...], RecordingPlan, dict[str, str], int]:
     """Surveys a network in eval mode on at most `rows` samples of the first batch.
 
     If it chooses layers by values, and not all of these samples use all layers, the whole batch is surveyed instead.
-    Returns the blocks, the plan that reads recordings, the coverage report, and C (or T C: `Tangent.survey`
-    divides it). `max_numbers` limits the entries of a strip. Raises if outputs change between calls or with other rows.
+    Returns the blocks, the plan that reads recordings, why blocks are generic (by name), and C (or T C:
+    `Tangent.survey` divides it). `max_numbers` limits the entries of a strip. Raises if outputs change between calls or
+    with other rows.
     """
     few, kind = _few(call, inputs, rows), type(call.model).__name__
     try:
@@ -97,18 +97,20 @@ def probe(
     if warn and isinstance(params, LastLayer):
         log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
     _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
-    covered = {name for name in names if not reasons[name]}
-    pairs = zip(noted, axes, strict=True)
-    uses = [(use, axis or BatchAxis()) for use, axis in pairs if covered & set(use.names.values())]
-    unseen = not first.unseen.isdisjoint(names)
-    blocks, plan = planned(uses, covered, parameters, outputs)
-    plan = replace(plan, shared=inputs.shared, unseen=unseen, idle=idle)
-    alone = {name: tuple(real(parameters[name]).shape) for name in names if reasons[name]}
-    blocks += [Block(name, (name,), (shape,), "generic") for name, shape in alone.items()]
-    coverage = Coverage.of(blocks, [reasons[block.parameters[0]] for block in blocks])
+    generic = {name: reason for name, reason in reasons.items() if reason}
+    covered = reasons.keys() - generic.keys()
+    pairs = [(use, axis) for use, axis in zip(noted, axes, strict=True) if covered & set(use.names.values())]
+    order = tuple(PlannedUse.of(use, axis or BatchAxis(), covered, samples) for use, axis in pairs)
+    blocks = covered_blocks([use.use for use, _ in pairs], order, parameters)
+    blocks += [Block(name, (name,), (tuple(real(parameters[name]).shape),), "generic") for name in generic]
+    plan = RecordingPlan.of(
+        order, blocks, single_sample=samples == 1, spread=any(use.spread for use, _ in pairs),
+        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output(outputs)), -1),
+        shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
+    )  # fmt: skip
     if warn and not isinstance(params, LastLayer):
-        warn_of_idle(call.model, coverage)
-    return tuple(blocks), plan, coverage, outputs.shape[1]
+        warn_of_idle(call.model, generic)
+    return tuple(blocks), plan, generic, outputs.shape[1]
 
 
 def _recorded(
@@ -204,9 +206,9 @@ def _reaches_all(noted: RecordedUse, g: Tensor, axis: BatchAxis | None, samples:
     return bool(g[0].any() and g[1].any()) and max(noted.out.shape[: noted.use.sample_dims]) >= samples
 
 
-def warn_of_idle(model: nn.Module, coverage: Coverage) -> None:
+def warn_of_idle(model: nn.Module, reasons: Mapping[str, str]) -> None:
     """Warns of selected parameters that the outputs do not depend on."""
-    idle = [name for line in coverage.lines if line.reason == IDLE for name in line.parameters]
+    idle = [name for name, reason in reasons.items() if reason == IDLE]
     if idle:
         log.warning(
             "%s has no gradient on the first batch for %d of the parameters to treat (%s): not used there, within "

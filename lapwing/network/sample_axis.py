@@ -46,10 +46,7 @@ class SampleAxisCheck:
             for i, axis, _ in block_uses:
                 if axis.axis >= noted[i].use.sample_dims:
                     raise _fewer_dimensions(f"{block} of {name}", axis.axis, noted[i].out.shape)
-        if len(outputs) < 2:
-            self._known.add(shapes)
-            return
-        layer, conclusive = moved_layer(outputs, noted, uses)
+        layer, conclusive = moved_layer(outputs, noted, uses) if len(outputs) > 1 else ("", True)
         if layer:
             raise _moved(f"{name} at {len(outputs)} samples", layer)
         if conclusive and not routed:

@@ -112,10 +112,9 @@ class Recorder(EagerMode):
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a function. If it uses watched parameters, records the use and starts the graph at its output."""
-        reader = READERS.get(function)
-        if reader is not None and (not torch.is_grad_enabled() or transformed()):  # the network turned gradients off
-            reader = None
-        use = None if reader is None else reader(args, kwargs, self._is_watched)
+        use, reader = None, READERS.get(function)
+        if reader is not None and torch.is_grad_enabled() and not transformed():  # the network may turn gradients off
+            use = reader(args, kwargs, lambda value: id(value) in self._watched)
         used = {} if use is None else use.parameters
         names = {role: self._watched[id(p)] for role, p in used.items() if id(p) in self._watched}
         if use is None or not names or use.inputs.is_complex():  # layers are real
@@ -146,12 +145,9 @@ class Recorder(EagerMode):
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs a recurrent layer or cell as plain operations if its weights are watched or gradients pass through."""
         out, plain = NotImplemented, torch.is_grad_enabled() and not transformed() and not kwargs
-        if plain and any(self._is_watched(value) or value.requires_grad for value in recurrent.tensors_of(args)):
-            out = recurrent.opened(function, args, self._is_watched, self.intercept)
+        if plain and any(id(value) in self._watched or value.requires_grad for value in recurrent.tensors_of(args)):
+            out = recurrent.opened(function, args, lambda value: id(value) in self._watched, self.intercept)
         return super().recurrent(function, args, kwargs) if out is NotImplemented else out
-
-    def _is_watched(self, value: object) -> bool:
-        return id(value) in self._watched
 
     def _with_constants(self, function: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Detaches weights that are not watched, so that no graph keeps the inputs of their layers."""

@@ -13,7 +13,7 @@ from ..errors import LapwingError
 from ..network.call import Call
 from ..network.entry import outside_modes
 from ..network.gate import checked_memory, checked_network
-from ..network.recording_plan import Coverage, RecordingPlan
+from ..network.recording_plan import RecordingPlan
 from ..tangent import Tangent
 from .linearized import Linearized
 from .uncertain import prepared
@@ -23,7 +23,7 @@ from .way import Way, check_way
 def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
     """Returns a checked network without treated weights, and Σ over no weights."""
     model = checked_network(model)
-    tangent = Tangent(Call(model, forward), (), RecordingPlan(), Coverage(()), 0, checked_memory(memory, model))
+    tangent = Tangent(Call(model, forward), (), RecordingPlan(), {}, 0, checked_memory(memory, model))
     return tangent, Blockwise((), {}, torch.zeros(0, dtype=torch.float64, device=tangent.device), 1.0)
 
 

@@ -90,7 +90,7 @@ def _products(
     tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], inputs: Inputs, count: int
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the outputs (B, C), and the products (S, B, C) of their Jacobian with draws, or None without products."""
-    largest = max([tangent.outputs, *(out for out, _ in tangent.plan.sizes)])
+    largest = max([tangent.outputs, *(use.out for use in tangent.plan.order)])
     chunks = list(tangent.check(inputs).chunks(_length(tangent, largest, tangent.size)))
     mean = torch.cat([tangent.call_with({}, chunk).to(tangent.dtype) for _, chunk in chunks])
     check_outputs(mean, "these inputs")

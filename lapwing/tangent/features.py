@@ -25,7 +25,7 @@ def last_layer_of(tangent: Tangent) -> str:
     Cost: none. Layers count in the order of the forward pass.
     """
     uses = [(i, name) for name, every in tangent.plan.uses.items() for i, _, _ in every]
-    linear = [(i, name) for i, name in uses if tangent.plan.kinds[i].split(",")[0] in ("linear", "conv")]
+    linear = [(i, name) for i, name in uses if tangent.plan.order[i].kind.split(",")[0] in ("linear", "conv")]
     return max(linear, default=(0, ""))[1]
 
 

@@ -16,7 +16,7 @@ from ..network.call import Call
 from ..network.eager import parameters_of
 from ..network.gate import checked_memory, checked_network
 from ..network.positions import Positions
-from ..network.recording_plan import Coverage, RecordingPlan
+from ..network.recording_plan import RecordingPlan
 from .tangent import Tangent
 
 FLOATS = torch.float32, torch.float64
@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
 def to_json(tangent: Tangent) -> dict[str, Any]:
     """Returns all fields except the network and the memory budget, as JSON."""
     data = {"blocks": [asdict(b) for b in tangent.blocks], "plan": tangent.plan.to_json(), "outputs": tangent.outputs,
-            "reasons": [line.reason for line in tangent.coverage.lines]}  # fmt: skip
+            "reasons": [tangent.reasons.get(b.name, "") for b in tangent.blocks]}  # fmt: skip
     if tangent.positions.several:
         data["positions"] = tangent.positions.to_json()
     return data
@@ -54,8 +54,9 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
                     f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
                     f"{_remedy(name, named)}"
                 )
-    plan, report = RecordingPlan.from_json(data["plan"], blocks), Coverage.of(blocks, data["reasons"])
-    return Tangent(Call(model, forward, layout=layout), blocks, plan, report, data["outputs"], memory)
+    plan = RecordingPlan.from_json(data["plan"], blocks)
+    reasons = {block.name: reason for block, reason in zip(blocks, data["reasons"], strict=True) if reason}
+    return Tangent(Call(model, forward, layout=layout), blocks, plan, reasons, data["outputs"], memory)
 
 
 def _remedy(name: str, parameters: Mapping[str, Any]) -> str:

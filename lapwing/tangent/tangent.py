@@ -29,7 +29,7 @@ from ..network.entry import outside_modes
 from ..network.gate import check_constant, check_inputs, check_recording, checked_memory, checked_network
 from ..network.positions import Places, Positions
 from ..network.probe import probe
-from ..network.recording_plan import Coverage, RecordingPlan, Uses
+from ..network.recording_plan import Coverage, Covered, RecordingPlan, Uses
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
@@ -49,7 +49,7 @@ class Tangent:
     call: Call  # of the uncompiled network, which is never written
     blocks: tuple[Block, ...]  # the treated parameters, in order of use
     plan: RecordingPlan = field(repr=False)  # the recorded uses of each block
-    coverage: Coverage  # the family of each block, with a reason for generic ones
+    reasons: Mapping[str, str]  # name of a generic block -> why no family treats it
     outputs: int  # C
     memory: int  # budget in bytes for one chunk
     sample_axis: SampleAxisCheck = field(default_factory=SampleAxisCheck, repr=False, compare=False)
@@ -114,6 +114,12 @@ class Tangent:
     @property
     def size(self) -> int:
         return sum(block.size for block in self.blocks)
+
+    @property
+    def coverage(self) -> Coverage:
+        """The family of each block, with a reason for generic ones."""
+        named = [(block, self.reasons.get(block.name, "")) for block in self.blocks]
+        return Coverage(tuple(Covered(b.name, b.parameters, b.size, b.family, reason) for b, reason in named))
 
     @unlocked_property
     def parameters(self) -> dict[str, Tensor]:
@@ -264,7 +270,7 @@ class Tangent:
         chunk_limit().latest, named = checked.samples, self.parameters
         every = own_parameters(self.model) if self.plan.idle else {}
         idle = {name: every[name] for name in self.plan.idle}
-        watched = {name: named[name] for name in self.plan.watched}
+        watched = {name: named[name] for block in self.blocks if not block.is_generic for name in block.parameters}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = self.call.recorded(checked, watched | idle, spread, frozen, repeats=not idle)
@@ -272,8 +278,7 @@ class Tangent:
         width = recording.outputs.shape[1] if self.call.layout else self.outputs
         check_recording(self.model, checked, recording, width, nonfinite)
         noted, name = recording.noted, type(self.model).__name__
-        kinds = tuple([use.use.kind for use in noted])
-        uses = self.plan.uses_in([use.names for use in noted], kinds, len(recording.outputs), name)
+        uses = self.plan.uses_in(noted, len(recording.outputs), name)
         if not all(use.reached for use in noted):  # leave out uses without a gradient
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         return recording, uses

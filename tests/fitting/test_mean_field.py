@@ -141,7 +141,7 @@ def test_weights_used_twice_share_a_draw():
     for name in ("tied", "shared_module"):
         model, batches, _ = loader_of(name)
         tangent = Tangent.survey(model, batches[0][0], EVERY)
-        names = [n for use in tangent.plan.order for _, n in use]
+        names = [n for use in tangent.plan.order for _, n in use.names]
         assert not {n for n in per_sample_axes(tangent) if names.count(n) > 1}
         assert any(names.count(n) > 1 for n in names)
 

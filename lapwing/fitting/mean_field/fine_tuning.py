@@ -258,14 +258,14 @@ def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
     plan = tangent.plan
     if plan.single_sample:  # the axes are guesses
         return {}
-    names = [name for use in plan.order for _, name in use]
+    names = [name for use in plan.order for _, name in use.names]
     axes: dict[str, BatchAxis] = {}
     for block in tangent.blocks:
         uses = plan.uses.get(block.name, [])
         if block.matrix is None or block.matrix.one_hot or len(uses) != 1:
             continue
         ((index, axis, _),) = uses
-        weight = dict(plan.order[index]).get("weight")
+        weight = dict(plan.order[index].names).get("weight")
         if weight is not None and names.count(weight) == 1:
             axes |= {name: axis for name in block.parameters if names.count(name) == 1}
     return axes
