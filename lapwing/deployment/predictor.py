@@ -169,9 +169,9 @@ class _Plain(fx.Transformer):
     """Replaces functions that ONNX lacks, or onnxruntime lacks in double precision."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is aten.sinh.default:
-            grown = args[0].exp()
-            return 0.5 * (grown - 1 / grown)
+        if target in (aten.sinh.default, aten.cosh.default):
+            grown, sign = args[0].exp(), 1 if target is aten.cosh.default else -1
+            return 0.5 * (grown + sign / grown)
         if target is aten.asinh.default:
             size = args[0].abs()
             return args[0].sign() * (size + (size * size + 1).sqrt()).log()
