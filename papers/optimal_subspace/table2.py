@@ -82,6 +82,7 @@ class ImageRows:
     """The trained network, SWAG from 20 more snapshots of SGD, and the images of the measures.
 
     Attributes:
+        data: all images.
         task: network and training images.
         x: test images X.
         y: their labels.
@@ -100,7 +101,7 @@ class ImageRows:
         swag = swag_from(model, batched(data.x_train[some], data.y_train[some], 256), F.cross_entropy, 0.01, 20)
         picked, order = random_rows(data.x_train, SHOWN, seed), random_rows(data.x_test, TESTED + VALIDATING, seed)
         shown = batched(data.x_train[picked], data.y_train[picked])
-        self.task = Task(model, shown, len(data.x_train), lw.Categorical(), swag)
+        self.data, self.task = data, Task(model, shown, len(data.x_train), lw.Categorical(), swag)
         self.x, self.y = data.x_test[order[:TESTED]], data.y_test[order[:TESTED]]
         chosen = order[TESTED:]
         self.validation = batched(data.x_test[chosen], data.y_test[chosen])
