@@ -131,22 +131,22 @@ class Censored(Likelihood["CensoredPrediction"]):
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
         """Returns the candidate of highest likelihood, moved to the top of a parabola through its neighbours.
 
-        Raises if that is the smallest or the largest candidate, as where all targets are censored on one side.
+        Raises if it is the smallest or the largest candidate: then the targets do not determine σ².
         """
         if "log_likelihoods" not in statistics:
             return self.noise_variance
         sums = statistics["log_likelihoods"].cpu()
-        if int(sums.argmax()) in (0, len(sums) - 1):
+        at = int(sums.argmax())
+        if at in (0, len(sums) - 1):
             raise LapwingError(
                 "These censored targets do not determine the noise variance: the likelihood is highest at "
-                f"{10 ** float(EXPONENTS[sums.argmax()]):.0e}, the end of the candidates. If all targets are censored, "
-                "write likelihood=lw.Censored(noise_variance=0.1); else scale y to a standard deviation near 1."
+                f"{10 ** float(EXPONENTS[at]):.0e}, the end of the candidates. If all targets are censored, write "
+                "likelihood=lw.Censored(noise_variance=0.1); else scale y to a standard deviation near 1."
             )
-        at = int(sums[1:-1].argmax()) + 1
         before, top, after = sums[at - 1 : at + 2].tolist()
         bend = 2 * top - before - after
         step = 0.5 * (after - before) / bend if bend > 0 else 0.0
-        return float(10 ** (EXPONENTS[at] + max(-1.0, min(1.0, step)) * (EXPONENTS[1] - EXPONENTS[0])))
+        return float(10 ** (EXPONENTS[at] + step * (EXPONENTS[1] - EXPONENTS[0])))
 
     def with_noise_variance(self, noise_variance: float | None) -> Censored:
         """Returns the likelihood with an open σ² closed; raises for another σ², since the curvature depends on it."""

@@ -95,7 +95,7 @@ class RecordingPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], blocks: Sequence[Block]) -> RecordingPlan:
-        """Rebuilds the plan of these blocks from JSON. Missing keys get their defaults."""
+        """Rebuilds the plan of these blocks from JSON. Missing flags get their defaults."""
         parts = zip(data["order"], data["kinds"], data["axes"], data["sizes"], strict=True)
         order = tuple(
             PlannedUse(tuple(map(tuple, names)), kind, BatchAxis(*axis), *sizes) for names, kind, axis, sizes in parts

@@ -1,4 +1,4 @@
-"""Whether a better covariance still pays once the noise is right: every Laplace method beside three kinds of noise."""
+"""Whether a better covariance still pays once the noise is right: every Laplace method with three kinds of noise."""
 
 from __future__ import annotations
 
