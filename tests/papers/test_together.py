@@ -17,7 +17,7 @@ from papers.common.data import batched
 from papers.common.networks import mlp
 from papers.common.scores import averaged
 from papers.common.training import Recipe
-from papers.together import comparison, each_way, matrix, methods, nearness, noise
+from papers.together import comparison, each_way, matrix, methods, more_rows, nearness, noise
 from papers.together import pages as comparison_pages
 from papers.together.tasks import Task, Training
 
@@ -177,6 +177,25 @@ def test_gains_of_noise_and_covariance_are_paired_by_seed():
     assert noise.gains(runs, lambda kind: first)["toy"][second]["mean"] == pytest.approx(2.5)
     by_covariance = noise.gains(runs, lambda kind: noise.label(kind, noise.BASE))["toy"]
     assert by_covariance[noise.label(noise.OUTPUT, "KFAC")] == {"mean": pytest.approx(0.5), "standard_error": 0.0}
+
+
+@pytest.mark.parametrize("method", more_rows.METHODS)
+def test_the_first_budget_is_that_of_the_comparison(method):
+    found = task()
+    x, _ = found.test
+    same = more_rows.fitted(lambda: found, more_rows.METHODS[method](more_rows.FIRST)), methods.fitted(method, found)
+    first, second = (fit.likelihood.predict(fit.latent(x, lw.Linearized())) for fit in same)
+    assert torch.equal(first.std, second.std)
+
+
+def test_more_rows_are_compared_with_the_first_budget():
+    few, more = (more_rows.label("ELLA", "GLM", budget) for budget in (more_rows.FIRST, more_rows.MORE[1]))
+    runs = {
+        f"toy, seed {seed}": {few: {"validated": {"nll": a}}, more: {"validated": {"nll": b}}}
+        for seed, (a, b) in enumerate([(3.0, 1.0), (7.0, 4.0)])
+    }
+    expected = {more: {"mean": pytest.approx(2.5), "standard_error": pytest.approx(0.5)}}
+    assert more_rows.differences(runs) == {"toy": expected}
 
 
 def test_every_task_has_the_methods_that_apply():
