@@ -19,8 +19,8 @@ from papers.common.tables import grid
 from papers.common.training import ONE_NOISE
 from papers.valla.training import TOY, trained
 
-FAST = {"seeds": (0,)}
-"""Arguments of a run for `python -m papers verify`."""
+FAST = {"seeds": (2,)}
+"""Arguments of a run for `python -m papers verify`. Seed 0 is not compared: its KL at M = 20 depends on the machine."""
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
