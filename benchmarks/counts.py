@@ -90,7 +90,7 @@ def layers_of(tangent: Tangent) -> dict[str, Layer]:
     plan, layers = tangent.plan, {}
     for block in tangent.blocks:
         uses = [i for i, _, _ in plan.uses.get(block.name, ())]
-        shape = None if plan.is_explicit(block) or block.matrix is None else block.matrix_shape
+        shape = None if block.name in plan.explicit or block.matrix is None else block.matrix_shape
         positions = sum(plan.order[i].out for i in uses) // (shape[0] * shape[1]) if shape else 1
         layers[block.name] = Layer(block.size, max(1, positions), shape, plan.last in uses)
     return layers

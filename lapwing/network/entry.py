@@ -14,8 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ..errors import LapwingError
-from ..jacobian.plain_functions import transformed
-from .eager import LOCK
+from .eager import LOCK, transformed
 
 _AUTOCAST: ContextVar[tuple[str, ...]] = ContextVar("devices_of_autocast", default=())
 """Devices for which the caller has autocast on; set while a `full_precision` function runs."""
@@ -42,16 +41,11 @@ def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments,
                 stack.enter_context(torch.device("cpu"))
             if devices:
                 stack.callback(_AUTOCAST.reset, _AUTOCAST.set(devices))
-                stack.callback(_set_autocast, devices, True)
-                _set_autocast(devices, False)
+                for device in devices:
+                    stack.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 
     return wrapped
-
-
-def _set_autocast(devices: tuple[str, ...], enabled: bool) -> None:
-    for device in devices:
-        torch.set_autocast_enabled(device, enabled)
 
 
 def network_casts() -> bool:
@@ -62,13 +56,11 @@ def network_casts() -> bool:
 @contextlib.contextmanager
 def network_precision() -> Iterator[None]:
     """Runs a call of the network under the caller's autocast, if it is on, and default device."""
-    devices = tuple(device for device in _AUTOCAST.get() if not torch.is_autocast_enabled(device))
-    _set_autocast(devices, True)
-    try:
-        with _DEFAULT.get() or contextlib.nullcontext():
-            yield
-    finally:
-        _set_autocast(devices, False)
+    with contextlib.ExitStack() as stack:
+        for device in _AUTOCAST.get():
+            stack.enter_context(torch.autocast(device))
+        stack.enter_context(_DEFAULT.get() or contextlib.nullcontext())
+        yield
 
 
 def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -30,30 +30,28 @@ if TYPE_CHECKING:
 
 
 class StandIns(EagerMode):
-    """Replaces parameters by other tensors (`values`, by name) in every torch function that the network calls."""
+    """Replaces parameters by other tensors (`values`, by name) in every torch function that the network calls.
 
-    def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    With `in_graph`, it replaces them only while gradients are on: `_Reads` then sees the forward of an
+    `autograd.Function`.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], in_graph: bool = False) -> None:
         super().__init__()
         self._values = {id(parameters[name]): value for name, value in values.items()}
+        self._in_graph = in_graph
 
     def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if self._in_graph and not torch.is_grad_enabled():
+            if function is Tensor.data_ptr:  # for a kernel that reads the memory itself
+                args[0].detach()
+            return function(*args, **kwargs)
         if kwargs:
             kwargs = dict(zip(kwargs, swapped(tuple(kwargs.values()), self._values), strict=True))
         return function(*swapped(args, self._values), **kwargs)
 
     def replaced(self, args: tuple) -> tuple:
         return swapped(args, self._values)
-
-
-class _WithGradients(StandIns):
-    """Replaces parameters only while gradients are on, so that `_Reads` sees the forward of an `autograd.Function`."""
-
-    def intercept(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if torch.is_grad_enabled():
-            return super().intercept(function, args, kwargs)
-        if function is Tensor.data_ptr:  # for a kernel that reads the memory itself
-            args[0].detach()
-        return function(*args, **kwargs)
 
 
 class _Reads(TorchDispatchMode):
@@ -127,7 +125,7 @@ def first_call(call: Call, parameters: Mapping[str, Tensor], leaves: Mapping[str
     """Calls the network with `leaves` as values, and finds the parameters that bypass function modes."""
     reads = _Reads(parameters)
     with without_compiled(), reads:
-        outputs = call.rows(inputs, _WithGradients(parameters, native(leaves, parameters)))
+        outputs = call.rows(inputs, StandIns(parameters, native(leaves, parameters), in_graph=True))
     unseen = frozenset(reads.names)
     if unseen:
         reads.names.clear()

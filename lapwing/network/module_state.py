@@ -6,6 +6,7 @@ after a pass with drawn weights they would change the outputs. Hooks that a pass
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_, methodcaller
 
@@ -29,7 +30,7 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return modules
 
 
-class PreservedState:
+class PreservedState(AbstractContextManager["PreservedState", None]):
     """Restores the attributes of all modules after a block, and the entries of attributes that are dicts or lists.
 
     It looks no deeper. One object may serve several blocks, as long as `is_equal`.
@@ -60,18 +61,13 @@ class PreservedState:
             return False
         return equal and not any(self._empty) and all(map(is_, members, self._tensors_and_children))
 
-    def is_unchanged(self) -> bool:
-        """Whether all containers hold the same objects in the same order. Slower than `is_equal`."""
+    def __exit__(self, error: object, *_: object) -> None:
+        """Puts back all entries, unless all containers hold the same objects in the same order."""
         held = zip(self._filled, self._before, strict=True)
         pairs = ((VALUES(one), VALUES(other)) if isinstance(one, dict) else (one, other) for one, other in held)
-        return self.is_equal() and all(all(map(is_, one, other)) for one, other in pairs)
-
-    def __enter__(self) -> PreservedState:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        """Puts back all entries, unless nothing has changed."""
-        if (self.trusts and error is None) or self.is_unchanged():
+        if (self.trusts and error is None) or (
+            self.is_equal() and all(all(map(is_, one, other)) for one, other in pairs)
+        ):
             return
         self.restored = True
         for container, entries in zip(self._containers, self._former, strict=True):

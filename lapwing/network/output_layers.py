@@ -27,8 +27,8 @@ from ..errors import LapwingError
 from .call import Call
 from .eager import EagerMode, real
 from .functional import FirstCall, first_call
+from .gate import quantized_layers
 from .module_state import modules_of
-from .refusals import quantized_layers
 from .tracing import Recording, graph_leaves
 
 JOINING = frozenset(

@@ -105,7 +105,7 @@ def probe(
     blocks += [Block(name, (name,), (tuple(real(parameters[name]).shape),), "generic") for name in generic]
     plan = RecordingPlan.of(
         order, blocks, single_sample=samples == 1, spread=any(use.spread for use, _ in pairs),
-        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output(outputs)), -1),
+        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output), -1),
         shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
     )  # fmt: skip
     if warn and not isinstance(params, LastLayer):
@@ -379,17 +379,17 @@ def _batch_axes(noted: Sequence[RecordedUse], gradients: Sequence[Tensor], sampl
     The first candidates of all uses are checked together, since they nearly always hold: one transfer from the device.
     """
 
-    def candidates(use: RecordedUse) -> list[BatchAxis]:
-        shape, dims = use.out.shape, range(use.use.sample_dims if use.reached else 0)
-        both = [BatchAxis(axis, inner) for axis in dims for inner in (False, True)]
-        return [one for one in both if one.fits(shape, samples) and not (one.inner and shape[one.axis] == samples)]
-
     def hold(axes: Iterable[tuple[BatchAxis, Tensor]]) -> bool:
         pairs = [axis.front(g, samples, 1)[:2].flatten(2) for axis, g in axes]  # each (2, B, rest)
         others = [part for first, last in pairs for part in (first[1:], last[: samples - 1]) if part.numel()]
         return float(get_total_norm(others, math.inf)) == 0
 
-    pairs = [(candidates(use), g) for use, g in zip(noted, gradients, strict=True)]
+    pairs = []
+    for use, g in zip(noted, gradients, strict=True):
+        shape, dims = use.out.shape, range(use.use.sample_dims if use.reached else 0)
+        axes = [BatchAxis(axis, inner) for axis in dims for inner in (False, True)]
+        axes = [one for one in axes if one.fits(shape, samples) and not (one.inner and shape[one.axis] == samples)]
+        pairs.append((axes, g))
     if hold((axes[0], g) for axes, g in pairs if axes):
         return [axes[0] if axes else None for axes, _ in pairs]
     return [next((axis for axis in axes if hold([(axis, g)])), None) for axes, g in pairs]

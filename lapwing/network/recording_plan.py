@@ -76,6 +76,7 @@ class RecordingPlan:
 
     order: tuple[PlannedUse, ...] = ()  # the uses in the order of the pass
     uses: Uses = field(default_factory=dict)  # of each block; they follow from `order`
+    explicit: frozenset[str] = frozenset()  # blocks that need rows: generic, or with uses that disagree on the layout
     single_sample: bool = False  # the survey saw one sample: sample axes are guesses
     spread: bool = False  # embeddings of a single row of tokens are expanded over the samples
     last: int = -1  # index of the use whose output is the network's output, or -1
@@ -112,7 +113,10 @@ class RecordingPlan:
         for i, use in enumerate(order):
             for block in dict.fromkeys(owners[name] for _, name in use.names):
                 uses[block].append((i, use.axis, frozenset(role for role, name in use.names if owners[name] == block)))
-        return cls(order, uses, **known)
+        several = {block.name for block in blocks if block.matrix is None and len(uses.get(block.name, ())) > 1}
+        tied = {name for name in several if {order[i].kind for i, _, _ in uses[name]} == TIED_TABLE}
+        generic = {block.name for block in blocks if block.is_generic}
+        return cls(order, uses, frozenset(generic | several - tied), **known)
 
     def uses_in(self, noted: Sequence[RecordedUse], samples: int, model: str) -> Uses:
         """Returns the uses of a recording for each block: the uses of the survey, or new ones if the order differs."""
@@ -145,12 +149,6 @@ class RecordingPlan:
             for name, roles in treated.items()
         }
 
-    def is_explicit(self, block: Block) -> bool:
-        """Whether a block needs explicit rows, because it is generic or its uses disagree about the layout."""
-        uses = self.uses.get(block.name, ())
-        tied = {self.order[i].kind for i, _, _ in uses} == TIED_TABLE
-        return block.is_generic or (block.matrix is None and len(uses) > 1 and not tied)
-
     def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
         """Estimates the entries in memory per sample: all g twice, plus patches and rotated gradients of one layer.
 
@@ -177,7 +175,7 @@ class RecordingPlan:
 
         Tensors as large as one layer's activations (merged tokens, normalised inputs of a group norm) do not count.
         """
-        explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
+        explicit = [3 * block.size for block in blocks if block.name in self.explicit]
         matrices = [b.matrix_shape for b in blocks if b.matrix is not None and not b.matrix.one_hot]
         return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..jacobian.plain_functions import transformed
 from ..linalg import SLICE_NUMBERS, doubled
-from .eager import LOCK, real
+from .eager import LOCK, real, transformed
+from .gate import check_layers
 from .module_state import PreservedState, modules_of
-from .refusals import check_layers
 
 SAMPLED, WHOLE = 8, 64
 """Number of entries of a large tensor that a stamp keeps, evenly spaced, and maximum number of which it keeps all."""

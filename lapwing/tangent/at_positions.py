@@ -68,6 +68,7 @@ def records_of_positions(
             u = cotangents(outputs if differentiable else outputs.detach())
             versions = layer.inputs._version, outputs._version
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
+            noted.is_output = layer.is_product
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
             yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
 

@@ -164,7 +164,7 @@ class Tangent:
     @unlocked_property
     def explicit_size(self) -> int:
         """Number of weights whose rows are always formed."""
-        return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
+        return sum(block.size for block in self.blocks if block.name in self.plan.explicit)
 
     @unlocked_property
     def positions(self) -> Positions:

@@ -22,7 +22,7 @@ from lapwing.covariance import (
     LowRank,
     LowRankWithResidual,
     PriorCovariance,
-    kronecker,
+    structures,
 )
 from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.latent import Latent
@@ -340,7 +340,7 @@ class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(kronecker, "MIN_SAVED_COLUMNS", 0)
+        monkeypatch.setattr(structures, "MIN_SAVED_COLUMNS", 0)
 
     def structure(self, block, seed):
         structure, dense = super().structure(block, seed)
@@ -456,7 +456,7 @@ class TestFromRows(PrecisionConformance):
 
 
 def test_eigenvalues_of_kronecker_products(monkeypatch):
-    monkeypatch.setattr(kronecker, "SLICE_NUMBERS", 8)  # two rows per step
+    monkeypatch.setattr(structures, "SLICE_NUMBERS", 8)  # two rows per step
     inputs, outputs = spectrum(2, 2, seed=1), spectrum(2, 3, seed=2)
     factors = KroneckerFactors(None, orthogonal(2, 3, 0), inputs, outputs, torch.tensor([7]))
     close(factors.products(), torch.stack([torch.outer(outputs[g], inputs[g]) / 7 for g in range(2)]))
