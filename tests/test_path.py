@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2154, functions=339, classes=53, files=60),
-    "fit with its default tuning": Ran(lines=2628, functions=416, classes=69, files=72),
-    "first prediction": Ran(lines=1020, functions=160, classes=38, files=42),
+    "fit with a given prior": Ran(lines=2150, functions=336, classes=53, files=60),
+    "fit with its default tuning": Ran(lines=2624, functions=413, classes=68, files=72),
+    "first prediction": Ran(lines=1013, functions=158, classes=38, files=42),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +66,9 @@ class Structure(ABC):
         return False
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that make up the structure, by name: the fields of a dataclass."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        """Returns all tensors that make up the structure, by name: the fields of a dataclass that are not None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Structure:
@@ -142,38 +142,33 @@ MIN_SAVED_COLUMNS = 128
 """Minimum number of saved columns for which a rotation leaves out the null space, which needs additional steps."""
 
 
-@dataclass(frozen=True)
-class KroneckerFactors:
-    """Eigenpairs of the sums `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ`, to which data can be added."""
+@dataclass(eq=False, repr=False)
+class KroneckerBlock(Structure):
+    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups.
 
-    inputs: Tensor | None  # U_in (G, I, I), or None if A is diagonal (embeddings)
+    U_in and U_out are eigenvectors of the sums `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ`, to which
+    further data can be added. λ are KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
+    """
+
+    eigenvalues: Tensor  # λ (G, O, I)
     outputs: Tensor  # U_out (G, O, O)
     input_eigenvalues: Tensor  # α (G, I), float64
     output_eigenvalues: Tensor  # γ (G, O), float64
     count: Tensor  # (1,), number # of positions (integer) or sum of their weights (float64)
-
-    def products(self) -> Tensor:
-        """Returns `γ_j α_i / #` (G, O, I), the eigenvalues of KFAC's curvature."""
-        outputs, inputs = self.output_eigenvalues[..., :, None], self.input_eigenvalues[..., None, :]
-        inputs = inputs / self.count.to(inputs.device)
-        products = self.outputs.new_empty(*outputs.shape[:-1], inputs.shape[-1])
-        step = max(1, SLICE_NUMBERS // max(1, inputs.numel()))
-        for some, part in zip(outputs.split(step, -2), products.split(step, -2), strict=True):
-            part.copy_(some * inputs)
-        return products
-
-
-class KroneckerBlock(Structure):
-    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups. U_in is None if A is diagonal (embeddings).
-
-    λ (G, O, I) are KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
-    """
-
+    inputs: Tensor | None = None  # U_in (G, I, I), or None if A is diagonal (embeddings)
     kind = "kronecker"
 
-    def __init__(self, eigenvalues: Tensor, factors: KroneckerFactors) -> None:
-        self.eigenvalues, self.factors = eigenvalues, factors
-        self.inputs, self.outputs = factors.inputs, factors.outputs
+    @classmethod
+    def of_factors(
+        cls, inputs: Tensor | None, outputs: Tensor, alpha: Tensor, gamma: Tensor, count: Tensor
+    ) -> KroneckerBlock:
+        """Returns the block with KFAC's eigenvalues."""
+        columns, rows = alpha[..., None, :] / count.to(alpha.device), gamma[..., :, None]
+        products = outputs.new_empty(*gamma.shape, alpha.shape[-1])
+        step = max(1, SLICE_NUMBERS // max(1, columns.numel()))
+        for some, part in zip(rows.split(step, -2), products.split(step, -2), strict=True):
+            part.copy_(some * columns)
+        return cls(products, outputs, alpha, gamma, count, inputs)
 
     def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
         """Returns `U_outᵀ M U_in` for v as a matrix M (G, O, I), or its inverse."""
@@ -228,15 +223,6 @@ class KroneckerBlock(Structure):
 
     def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
         return KroneckerLayer(self.inputs, self.outputs, weights)
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"eigenvalues": self.eigenvalues, **vars(self.factors)}
-        return {name: value for name, value in named.items() if value is not None}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-        factors: Any = {"inputs": None, **tensors}
-        return cls(factors.pop("eigenvalues"), KroneckerFactors(**factors))
 
     @classmethod
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:

@@ -28,14 +28,38 @@ Result = TypeVar("Result")
 
 def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function without the caller's autocast and default device; `network_precision` restores both."""
+    return _decorated(function, needs_graph=False)
 
+
+def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function that needs a graph as `full_precision` does, and outside of `torch.inference_mode()`.
+
+    `torch.no_grad()` replaces inference mode. Within a transformation of torch.func it raises a LapwingError.
+    """
+    return _decorated(function, needs_graph=True)
+
+
+def _decorated(function: Callable[Arguments, Result], needs_graph: bool) -> Callable[Arguments, Result]:
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if needs_graph:
+            with LOCK:  # all threads share the level of forward mode, and `jvp` holds the lock while it raises it
+                within = transformed()
+            if within:
+                raise LapwingError(
+                    "lapwing was called within a transformation of torch.func or forward-mode differentiation, which "
+                    "would mix with its own. Write x.requires_grad_() and "
+                    "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
+                )
         default = torch.empty(0).device  # three times as fast as torch.get_default_device()
         devices = tuple([device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)])
-        if default.type == "cpu" and not devices:
+        inference = needs_graph and torch.is_inference_mode_enabled()
+        if default.type == "cpu" and not devices and not inference:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
+            if inference:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             if default.type != "cpu":
                 stack.callback(_DEFAULT.reset, _DEFAULT.set(default))
                 stack.enter_context(torch.device("cpu"))
@@ -61,27 +85,3 @@ def network_precision() -> Iterator[None]:
             stack.enter_context(torch.autocast(device))
         stack.enter_context(_DEFAULT.get() or contextlib.nullcontext())
         yield
-
-
-def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
-
-    `torch.no_grad()` replaces inference mode. Within a transformation of torch.func it raises a LapwingError.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with LOCK:  # all threads share the level of forward mode, and `jvp` holds the lock while it raises the level
-            within = transformed()
-        if within:
-            raise LapwingError(
-                "lapwing was called within a transformation of torch.func or forward-mode differentiation, which would "
-                "mix with its own. Write x.requires_grad_() and "
-                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
-            )
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return full_precision(wrapped)

@@ -170,15 +170,6 @@ class RecordingPlan:
                 work += sum(self.order[i].out // outputs * block.size for i, _, _ in self.uses[block.name])
         return work
 
-    def least(self, blocks: Sequence[Block]) -> int:
-        """Estimates the entries built per sample for one output if layers process one position at a time.
-
-        Tensors as large as one layer's activations (merged tokens, normalised inputs of a group norm) do not count.
-        """
-        explicit = [3 * block.size for block in blocks if block.name in self.explicit]
-        matrices = [b.matrix_shape for b in blocks if b.matrix is not None and not b.matrix.one_hot]
-        return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
-
 
 def covered_blocks(uses: Sequence[Use], order: Sequence[PlannedUse], parameters: Mapping[str, Tensor]) -> list[Block]:
     """Makes the blocks of covered parameters from their uses.

@@ -71,6 +71,7 @@ class Recording(NamedTuple):
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
+    sizes: tuple[int, ...]  # of their positions, such as (H, W), or () for outputs (B, C)
     plain: bool  # the outputs depend on all recorded uses, and on watched parameters in no other way
     rounds: bool  # as in `EagerMode`: a plain call may give other outputs
 
@@ -165,7 +166,7 @@ class Recorder(EagerMode):
         If the graph of the outputs ends at watched parameters, these are used `elsewhere`, since recorded uses have
         constants instead. The graph behind the inputs does not count.
         """
-        outputs = shaped if layout is None else layout.matrix(shaped)
+        outputs, sizes = (shaped, ()) if layout is None else (layout.matrix(shaped), layout.sizes(shaped.shape))
         ends, met = graph_leaves(outputs, inputs.tensors)
         elsewhere = {self._watched[id(leaf)] for leaf in ends if id(leaf) in self._watched}
         for use in self.noted:
@@ -178,7 +179,7 @@ class Recorder(EagerMode):
         routed = self.routed or texts >= max(2, inputs.samples)
         chosen = routed or bool(values)
         return Recording(
-            outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain, self.rounds
+            outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, sizes, plain, self.rounds
         )
 
 

@@ -252,8 +252,7 @@ class Tangent:
         at = outputs if differentiable else outputs.detach()
         at = doubled(at) if dtype == torch.float64 else at  # a root of Λ with the same precision
         u = as_cotangents(cotangents, self.outputs)(at)
-        sizes = self.positions.sizes(recording.shaped.shape)
-        return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
+        return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, recording.sizes)
 
     def check(self, inputs: Any, where: str = "the inputs") -> Inputs:
         """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
@@ -354,8 +353,12 @@ class Tangent:
         """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.
 
         The network's activations, and their gradients for one output, do not count: no choice here changes them.
+        Neither do tensors as large as one layer's activations, such as the normalised inputs of a group norm.
         """
-        smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
+        explicit = [3 * block.size for block in self.blocks if block.name in self.plan.explicit]
+        matrices = [b.matrix_shape for b in self.blocks if b.matrix is not None and not b.matrix.one_hot]
+        least = max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
+        smallest, whole = least * self.dtype.itemsize, self.bytes_per_sample()
         if max(smallest, whole) > self.memory:
             self._tell_of_memory(smallest, whole)
 

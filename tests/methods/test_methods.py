@@ -468,7 +468,7 @@ def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     data = [(torch.randn(40, 4), torch.arange(40) % 3)]
-    factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"].factors
+    factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"]
     assert factors.output_eigenvalues.min() <= 1e-15 * factors.output_eigenvalues.max()
 
 
