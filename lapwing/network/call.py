@@ -24,8 +24,8 @@ from .call_errors import blames_inputs, of_inputs, of_outputs
 from .eager import eager_math, native, transformed, without_compiled
 from .entry import network_precision
 from .functional import StandIns
-from .module_state import PreservedState
 from .positions import Positions
+from .stamp import PreservedState
 from .tracing import KnownCalls, Recorder, Recording
 
 OUTPUT_KEYS = "logits", "out"

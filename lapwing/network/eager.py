@@ -161,6 +161,21 @@ def batching_quiet() -> Iterator[None]:
         yield
 
 
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the modules, each once, with the prefix of the names of its tensors; faster than `named_modules`."""
+    modules, met, left = [], set(), [("", model)]
+    while left:
+        prefix, module = left.pop()
+        if module in met:
+            continue
+        met.add(module)
+        modules.append((prefix, module))
+        if module._modules:
+            below = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+            left += reversed(below)
+    return modules
+
+
 def own_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Returns name -> parameter of the network. The lock keeps out values that another thread sets for a call."""
     with LOCK:

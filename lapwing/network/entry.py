@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
@@ -77,11 +77,11 @@ def network_casts() -> bool:
     return bool(_AUTOCAST.get())
 
 
-@contextlib.contextmanager
-def network_precision() -> Iterator[None]:
-    """Runs a call of the network under the caller's autocast, if it is on, and default device."""
-    with contextlib.ExitStack() as stack:
-        for device in _AUTOCAST.get():
-            stack.enter_context(torch.autocast(device))
-        stack.enter_context(_DEFAULT.get() or contextlib.nullcontext())
-        yield
+def network_precision() -> contextlib.ExitStack:
+    """Enters the caller's autocast, if it is on, and default device, and returns the context that leaves them again."""
+    stack = contextlib.ExitStack()
+    for device in _AUTOCAST.get():
+        stack.enter_context(torch.autocast(device))
+    if (default := _DEFAULT.get()) is not None:
+        stack.enter_context(default)
+    return stack

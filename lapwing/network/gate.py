@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from torch.nn.utils import parametrizations
 from ..data.batches import check_outputs
 from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
-from .eager import own_parameters, uncompiled
-from .module_state import modules_of
-from .tracing import Recording
+from .eager import modules_of, own_parameters, uncompiled
+
+if TYPE_CHECKING:
+    from .tracing import Recording
 
 DEFAULT_MEMORY = 2**30
 """Default memory budget for one chunk of samples, in bytes: 1 GiB, or an eighth of a GPU's memory if that is more."""

@@ -25,8 +25,8 @@ from ..data.inputs import Inputs
 from ..jacobian.layers import READERS, Use
 from . import recurrent
 from .eager import EagerMode, batching_quiet, swapped, transformed
-from .module_state import PreservedState
 from .positions import Positions
+from .stamp import PreservedState
 
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """Functions that compute gradients within a forward pass. Outputs may then depend on weights through gradients."""

@@ -184,7 +184,7 @@ class Record(Mapping[str, BlockJacobian]):
     def _groups(self) -> list[GradientGroup]:
         """A single group if all blocks fit, or if a graph keeps all gradients anyway."""
         blocks, count = self.tangent.blocks, self.cotangents
-        numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.explicit_size
+        numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.plan.explicit_size
         if self._differentiable or count * numbers <= self._limit:
             return [GradientGroup(blocks, count)]
         loads, groups = [self.load(block) for block in blocks], []
