@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from benchmarks.large import resnet18
-from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock, KroneckerFactors
+from lapwing.covariance import Blockwise, Covariance, DiagonalBlock, KroneckerBlock
 from lapwing.data.inputs import Inputs
 from lapwing.methods.passes import Batch
 from lapwing.methods.prior import Prior
@@ -90,7 +90,7 @@ def layers_of(tangent: Tangent) -> dict[str, Layer]:
     plan, layers = tangent.plan, {}
     for block in tangent.blocks:
         uses = [i for i, _, _ in plan.uses.get(block.name, ())]
-        shape = None if plan.is_explicit(block) or block.matrix is None else block.matrix_shape
+        shape = None if block.name in plan.explicit or block.matrix is None else block.matrix_shape
         positions = sum(plan.order[i].out for i in uses) // (shape[0] * shape[1]) if shape else 1
         layers[block.name] = Layer(block.size, max(1, positions), shape, plan.last in uses)
     return layers
@@ -172,8 +172,8 @@ def stand_in(tangent: Tangent) -> Blockwise:
             continue
         bases = (torch.eye(size).repeat(groups, 1, 1) for size in (inputs, outputs))
         values = (torch.ones(groups, size, dtype=torch.float64) for size in (inputs, outputs))
-        kronecker = KroneckerFactors(*bases, *values, torch.ones(1, dtype=torch.int64))
-        structures[block.name] = KroneckerBlock(torch.rand(groups, outputs, inputs), kronecker)
+        kronecker = KroneckerBlock.of_factors(*bases, *values, torch.ones(1, dtype=torch.int64))
+        structures[block.name] = replace(kronecker, eigenvalues=torch.rand(groups, outputs, inputs))
     return Blockwise(tangent.blocks, structures, torch.ones(len(tangent.blocks), dtype=torch.float64), 1.0)
 
 

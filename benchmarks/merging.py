@@ -181,7 +181,7 @@ class Sites:
             for block in kind.blocks:
                 grams = []
                 for posterior in posteriors:
-                    factors: Any = posterior.covariance.structures[block.name].factors  # type: ignore[attr-defined]
+                    factors: Any = posterior.covariance.structures[block.name]  # type: ignore[attr-defined]
                     inputs = factors.inputs[0].double()
                     gram = (inputs * factors.input_eigenvalues[0]) @ inputs.T
                     grams.append(share * gram + (1 - share) * gram.diagonal().diag())

@@ -14,8 +14,8 @@ from torch import nn
 import lapwing as lw
 from benchmarks.cost import cnn, mlp
 from lapwing.covariance import Latent
-from lapwing.covariance.structures import condensed
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
+from lapwing.linalg import condensed
 from lapwing.methods.prior import Prior
 from lapwing.prediction.way import Way
 from papers.common.measure import LiveBytes

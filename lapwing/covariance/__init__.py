@@ -10,7 +10,6 @@ from .base import COVARIANCES, Covariance, PriorCovariance, has_prior, register_
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
-from .kronecker import KroneckerBlock, KroneckerFactors
 from .latent import JointLatent, Latent, SelectedLatent, without_spread
 from .latent_at_positions import AnyLatent, has_factor, has_positions, is_selected
 from .latent_draws import LatentDraws, LinearDraws
@@ -18,12 +17,12 @@ from .layer_block import LayerBlock
 from .low_rank import LowRank, Subspace, has_rank
 from .low_rank_diagonal import Draws, LowRankPlusDiagonal
 from .low_rank_with_residual import LowRankWithResidual
-from .structures import DenseBlock, DiagonalBlock, Structure
+from .structures import DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from .terms import Term
 
 __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
-    "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock", "KroneckerFactors",
+    "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock",
     "Latent", "LatentDraws", "LayerBlock", "LinearDraws", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
     "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "has_factor",
     "has_positions", "has_prior", "has_rank", "is_selected", "register_covariance",

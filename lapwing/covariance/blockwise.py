@@ -16,9 +16,8 @@ from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings
 from ..linalg import total
 from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, precision_spec, register_covariance
-from .kronecker import KroneckerBlock
 from .layer_block import LayerBlock
-from .structures import DenseBlock, DiagonalBlock, Structure
+from .structures import DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from .terms import Summand, Terms, add_term, of_both, standard_normal, turned_back
 
 STRUCTURES: dict[str, type[Structure]] = {cls.kind: cls for cls in (DiagonalBlock, KroneckerBlock, DenseBlock)}

@@ -107,32 +107,30 @@ class Latent(BaseLatent):
     @full_precision
     def variance(self) -> Tensor:
         """Marginal variances (B, C), computed without the covariance matrix."""
-        return self._finite(nonnegative(total(term.variance() for term in self.terms)))
+        return check_finite(nonnegative(total(term.variance() for term in self.terms)), self.checked)
 
     @cached_property
     @full_precision
     def centred_variance(self) -> Tensor:
         """Variances (B, C) of the outputs minus their average, the only part a softmax depends on."""
-        return self._finite(nonnegative(total(term.centred_variance() for term in self.terms)))
+        return check_finite(nonnegative(total(term.centred_variance() for term in self.terms)), self.checked)
 
     @cached_property
     @full_precision
     def covariance(self) -> Tensor:
         """Covariances of the outputs of each input (B, C, C), computed at the first access."""
-        return self._finite(total(term.dense() for term in self.terms))
+        return check_finite(total(term.dense() for term in self.terms), self.checked)
 
     @full_precision
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return total(term.times(vectors) for term in self.terms)
 
-    def _finite(self, values: Tensor) -> Tensor:
-        return check_finite(values) if self.checked else values
-
     @full_precision
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws outputs (n, B, C), independently for each input. `generator=None` means seed 0."""
         generator = generator_for(n, generator, self.mean)
-        return self._finite(self.mean + total(term.sample(n, generator) for term in self.without_wide_factors().terms))
+        moved = total(term.sample(n, generator) for term in self.without_wide_factors().terms)
+        return check_finite(self.mean + moved, self.checked)
 
     def plus(self, covariance: Tensor) -> Latent:
         """Returns the latent with another covariance (B, C, C) added for each input."""
@@ -308,9 +306,9 @@ class JointLatent(BaseLatent):
         return self
 
 
-def check_finite(values: Tensor) -> Tensor:
-    """Returns variances, covariances or draws of the outputs. Raises a LapwingError if they are not finite."""
-    if is_finite(values):
+def check_finite(values: Tensor, checked: bool = True) -> Tensor:
+    """Returns variances, covariances or draws of the outputs. If `checked`, raises unless they are finite."""
+    if not checked or is_finite(values):
         return values
     raise LapwingError(
         f"The latent {tuple(values.shape)} is not finite: it exceeds the range of {values.dtype}. Scale the inputs and "

@@ -53,6 +53,26 @@ class DiagonalLayer(LayerBlock):
         return None, self._weights
 
 
+class KroneckerLayer(LayerBlock):
+    """One layer's `(U_out ⊗ U_in) diag(w) (U_out ⊗ U_in)ᵀ`, for w (G, O, I)."""
+
+    def __init__(self, inputs: Tensor | None, outputs: Tensor, weights: Tensor) -> None:
+        self._inputs, self._outputs, self._weights = inputs, outputs, weights
+
+    def covariances(self, mean: Tensor, variance: Tensor | None) -> EigenTerm:
+        """Returns `U_out diag_j(Σ_i (U_inᵀ M U_in)_ii w_ji) U_outᵀ`, `M = m mᵀ + variance` (Streamlined, eq. 10)."""
+        assert self._inputs is not None  # tokens have no moments
+        basis = self._inputs[0]
+        moment = (mean @ basis).square()  # `(U_inᵀ M U_in)_ii` (B, I)
+        if variance is not None:  # (B, I), or covariances (B, I, I)
+            more = variance @ basis.square() if variance.ndim == 2 else ((variance @ basis) * basis).sum(-2)
+            moment = moment + more
+        return EigenTerm(self._outputs[0], moment @ self._weights[0].T)
+
+    def rotation(self) -> tuple[Tensor | None, Tensor]:
+        return self._inputs, self._outputs.square() @ self._weights
+
+
 class FactorLayer(LayerBlock):
     """One layer's `Σ_k F_k F_kᵀ`, `diag(D) + Σ_k F_k F_kᵀ`, or `diag(D) - Σ_k F_k F_kᵀ`: F (K, O, I), D (O, I)."""
 

@@ -1,4 +1,4 @@
-"""The curvature of one block, `U diag(λ) Uᵀ`, U orthonormal: diagonal or dense. `kronecker.py` has the Kronecker kind.
+"""The curvature of one block, `U diag(λ) Uᵀ`, U orthonormal: diagonal, Kronecker-factored for KFAC and EKFAC, or dense.
 
 Every function of the curvature is a weighting `w(λ)` in this basis, so a new prior needs no refactorisation.
 """
@@ -9,15 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import inf
 
 import torch
 from torch import Tensor
 
-from ..jacobian.jacobian import Reads, Weightings
-from ..linalg import SLICE_NUMBERS, doubled
+from ..jacobian.jacobian import DiagonalWeights, Reads, Weightings, as_matrix
+from ..linalg import SLICE_NUMBERS, condensed
 from ..tangent import Block, BlockJacobian, TensorSpec
-from .layer_block import DiagonalLayer, FactorLayer, LayerBlock
+from .layer_block import DiagonalLayer, FactorLayer, KroneckerLayer, LayerBlock
 from .terms import (
     EigenTerm,
     FactoredTerm,
@@ -67,8 +66,9 @@ class Structure(ABC):
         return False
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that make up the structure, by name: the fields of a dataclass."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        """Returns all tensors that make up the structure, by name: the fields of a dataclass that are not None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Structure:
@@ -138,6 +138,107 @@ class DiagonalBlock(Structure):
         return {"eigenvalues": TensorSpec((block.size,), (dtype,))}
 
 
+MIN_SAVED_COLUMNS = 128
+"""Minimum number of saved columns for which a rotation leaves out the null space, which needs additional steps."""
+
+
+@dataclass(eq=False, repr=False)
+class KroneckerBlock(Structure):
+    """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups.
+
+    U_in and U_out are eigenvectors of the sums `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ`, to which
+    further data can be added. λ are KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
+    """
+
+    eigenvalues: Tensor  # λ (G, O, I)
+    outputs: Tensor  # U_out (G, O, O)
+    input_eigenvalues: Tensor  # α (G, I), float64
+    output_eigenvalues: Tensor  # γ (G, O), float64
+    count: Tensor  # (1,), number # of positions (integer) or sum of their weights (float64)
+    inputs: Tensor | None = None  # U_in (G, I, I), or None if A is diagonal (embeddings)
+    kind = "kronecker"
+
+    @classmethod
+    def of_factors(
+        cls, inputs: Tensor | None, outputs: Tensor, alpha: Tensor, gamma: Tensor, count: Tensor
+    ) -> KroneckerBlock:
+        """Returns the block with KFAC's eigenvalues."""
+        columns, rows = alpha[..., None, :] / count.to(alpha.device), gamma[..., :, None]
+        products = outputs.new_empty(*gamma.shape, alpha.shape[-1])
+        step = max(1, SLICE_NUMBERS // max(1, columns.numel()))
+        for some, part in zip(rows.split(step, -2), products.split(step, -2), strict=True):
+            part.copy_(some * columns)
+        return cls(products, outputs, alpha, gamma, count, inputs)
+
+    def rotate(self, vectors: Tensor, back: bool = False) -> Tensor:
+        """Returns `U_outᵀ M U_in` for v as a matrix M (G, O, I), or its inverse."""
+        matrix = vectors if back else vectors.unflatten(-1, self.eigenvalues.shape)
+        outputs = self.outputs if back else self.outputs.mT
+        matrix = outputs @ matrix
+        if self.inputs is not None:
+            matrix = matrix @ (self.inputs.mT if back else self.inputs)
+        return matrix.flatten(-3) if back else matrix
+
+    def has_rounding_noise(self, precision: float) -> bool:
+        """Whether `eps λ_max > μ + precision`; μ is the smallest positive maximum of a row or column of λ."""
+        # γ_j has an error of eps γ_max, largest times α_max; the same holds for α_i; eigenvalues of 0 are exact
+        error = torch.finfo(self.eigenvalues.dtype).eps * float(self.eigenvalues.amax())
+        if error <= precision:
+            return False
+        largest = torch.cat([self.eigenvalues.amax(1).flatten(), self.eigenvalues.amax(2).flatten()])
+        return error > float(largest[largest > 0].amin()) + precision
+
+    def diagonal(self, weights: Tensor) -> Tensor:
+        """Returns `U_out² w (U_in²)ᵀ` (P,)."""
+        spread = self.outputs.square() @ weights
+        return (spread if self.inputs is None else spread @ self.inputs.square().mT).flatten()
+
+    def output_covariances(self, jacobian: BlockJacobian, candidates: Weightings, reads: Reads) -> Iterable[Summand]:
+        """Rotates a and g, then weights them. An output layer keeps `U_out diag(s) U_outᵀ` as factors.
+
+        If the null space of A is large, J is rotated only to the range of A (`rotate_inputs`). Then one weight stands
+        for the whole null space.
+        """
+        jacobian = as_matrix(jacobian)
+        outputs = None if jacobian.is_output else self.outputs
+        reduced = None
+        # products with the range of A and back must cost less than one product with all directions
+        if self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS:
+            reduced = jacobian.rotate_inputs(self.inputs[0, :, self.null_size :])
+        if reduced is None:
+            return weighted_terms(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])
+        first = self.null_size - 1
+        ranges = (DiagonalWeights(one.flat.reshape(self.eigenvalues.shape[1:])[:, first:]) for one in candidates)
+        return weighted_terms(reduced.rotate(None, outputs), ranges, reads, self.outputs[0])
+
+    @cached_property
+    def null_size(self) -> int:
+        """Number of leading input directions with equal λ, at least 1: the null space of A, orthogonal to all data."""
+        same = (self.eigenvalues == self.eigenvalues[..., :1]).flatten(0, 1).all(0)
+        return int(same.cumprod(0).sum())
+
+    def joint_output(self, jacobian: BlockJacobian, other: BlockJacobian, weights: Tensor) -> Tensor:
+        left, right = of_both(lambda one: as_matrix(one).rotate(self.inputs, self.outputs), jacobian, other)
+        return left.joint_weighted_gram(weights.flatten(), right)
+
+    def layer_block(self, weights: Tensor, shape: tuple[int, int, int]) -> LayerBlock:
+        return KroneckerLayer(self.inputs, self.outputs, weights)
+
+    @classmethod
+    def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        groups, outputs, inputs = block.matrix_shape
+        named = {
+            "eigenvalues": TensorSpec((groups, outputs, inputs), (dtype,)),
+            "outputs": TensorSpec((groups, outputs, outputs), (dtype,)),
+            "input_eigenvalues": TensorSpec((groups, inputs), (torch.float64,)),
+            "output_eigenvalues": TensorSpec((groups, outputs), (torch.float64,)),
+            "count": TensorSpec((1,), (torch.int64, torch.float64)),
+        }
+        if block.matrix is not None and not block.matrix.one_hot:
+            named["inputs"] = TensorSpec((groups, inputs, inputs), (dtype,))
+        return named
+
+
 @dataclass(eq=False, repr=False)
 class DenseBlock(Structure):
     """`U diag(λ) Uᵀ` with a dense U (P, P)."""
@@ -167,52 +268,3 @@ class DenseBlock(Structure):
     def entries(cls, block: Block, dtype: torch.dtype) -> dict[str, TensorSpec]:
         size = block.size
         return {"eigenvalues": TensorSpec((size,), (dtype,)), "basis": TensorSpec((size, size), (dtype,))}
-
-
-PER_UNIT = 64
-"""Number of bins per unit of log λ, for which two points per bin give `log(1 + t λ)` to a relative error of 1e-7."""
-
-MANY = 100_000
-"""Minimum number of eigenvalues that are condensed."""
-
-
-def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns points λ' (n,) and weights w (n,) in float64 such that `Σ_i log(1 + t λ_i) = Σ_k w_k log(1 + t λ'_k)`.
-
-    The third derivative of `log(1 + exp u)` is smaller than the function. A third central moment in a bin of width h in
-    u is at most `h³/10`, so the relative error is at most `h³/60`: 6e-8, or 1e-10 for evenly filled bins. Zeros are
-    left out. Returns λ and None if λ has few entries, or only zeros, or entries that are not finite and >= 0. The sums
-    are made on the CPU and do not depend on the order of threads.
-    """
-    values = eigenvalues.flatten()
-    if len(values) < MANY:
-        return doubled(values), None
-    low, high = values.aminmax()
-    if not 0 <= low <= high < inf or high == 0:  # aminmax returns NaN if there is one
-        return doubled(values), None
-    return _condensed(values, high)
-
-
-def _condensed(values: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the points and weights of `condensed` for many λ, of which `high` is the largest."""
-    # 1. bins of log λ, `PER_UNIT` of them per unit
-    parts = values.split(SLICE_NUMBERS)
-    smallest = torch.stack([torch.where(part > 0, part, inf).amin() for part in parts]).amin()
-    lowest, highest = doubled(torch.stack([smallest, high])).cpu().log()
-    sums = lowest.new_zeros(3, 1 + int(PER_UNIT * (highest - lowest)))  # sums of powers 0, 1 and 2
-    # 2. number of λ in each bin, and sums of their places in it and of the squares of these
-    for part in parts:
-        places = PER_UNIT * (doubled(part[part > 0]).cpu().log() - lowest)
-        bins = places.long()
-        within = places - bins
-        for power, added in enumerate((None, within, within.square())):
-            sums[power] += torch.bincount(bins, added, minlength=sums.shape[1])
-    # 3. mean and standard deviation of log λ in each bin
-    filled = sums[0] > 0
-    counts, means, spreads = sums[:, filled]
-    means, spreads = means / counts, spreads / counts
-    spreads = (spreads - means.square()).clamp_min(0.0).sqrt() / PER_UNIT
-    means = lowest + (filled.nonzero().squeeze(1) + means) / PER_UNIT
-    # 4. two points at mean ± deviation, with half the number each: they keep moments 0 to 2 of the bin
-    points = torch.cat([means - spreads, means + spreads]).exp()
-    return points.to(values.device), counts.repeat(2).to(values.device) / 2

@@ -82,7 +82,8 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
     fits = numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS
     if fits and tangent.contraction_dtype == torch.float64:
         return Full()
-    tuned = tangent.size <= MAX_WEIGHTS and tangent.explicit_size <= MAX_EXPLICIT_WEIGHTS  # the tuning reads them all
+    # the tuning reads the rows of all weights
+    tuned = tangent.size <= MAX_WEIGHTS and tangent.plan.explicit_size <= MAX_EXPLICIT_WEIGHTS
     return KFAC() if tuned and tangent.width <= KFAC_OUTPUTS else None
 
 

@@ -46,4 +46,4 @@ class FisherSums:
         outputs[0].diagonal().add_(self._diagonal.sum(0))
         if self._vector is not None:  # without the diagonal of v vᵀ, which would cancel
             outputs[0] -= (self._vector.T @ self._vector).fill_diagonal_(0.0)
-        return self._layer.add_input_factor(inputs, weights)
+        return self._layer.add_kronecker_factors(reduce, inputs, None, weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from typing import Literal, Self
@@ -29,33 +30,34 @@ Reads = Literal["covariances", "variances", "scale"]
 """The part of the outputs' covariances that is read: all, the variances, or their mean (one number per sample)."""
 
 
+@dataclass(eq=False, repr=False)
 class DiagonalWeights:
     """`diag(w)` of one block, with cached layouts. w is an elementwise function of the values; None is the identity."""
 
-    def __init__(self, values: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._values, self._function = values, function
-        self._layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = {}
+    values: Tensor
+    function: Callable[[Tensor], Tensor] | None = None
+    layouts: dict[tuple[int, int, bool], tuple[Tensor, Tensor | None]] = field(default_factory=dict, init=False)
 
     @cached_property
     def flat(self) -> Tensor:
         """The weights w (P,). If only `matrix` is used, they may have another shape."""
-        return self._values if self._function is None else self._function(self._values)
+        return self.values if self.function is None else self.function(self.values)
 
     def at(self, pick: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the part of w (P,) that `pick` selects, without caching."""
-        if self._function is None or "flat" in vars(self):
+        if self.function is None or "flat" in vars(self):
             return pick(self.flat)
-        return self._function(pick(self._values))
+        return self.function(pick(self.values))
 
     def matrix(self, outputs: int, inputs: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """Returns w as a matrix (O, I) without the column of the bias, and that column (O,), if there is a bias."""
         layout = outputs, inputs, bias
-        if layout not in self._layouts:
+        if layout not in self.layouts:
             weights = self.at(lambda flat: flat.reshape(outputs, inputs)[:, : inputs - bias])
             # F.linear is five times slower with a bias that is not contiguous
             last = self.at(lambda flat: flat.reshape(outputs, inputs)[:, -1]).contiguous() if bias else None
-            self._layouts[layout] = weights, last
-        return self._layouts[layout]
+            self.layouts[layout] = weights, last
+        return self.layouts[layout]
 
 
 Weightings = Iterable[DiagonalWeights]

@@ -158,14 +158,12 @@ class Outer(MatrixJacobian):
         return torch.cat(products, 2)
 
     def add_kronecker_factors(
-        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+        self, reduce: bool, inputs: Tensor, outputs: Tensor | None, weights: Tensor | None = None
     ) -> int:
-        g = self.g if self.g.is_contiguous() else self.g.transpose(0, 1)  # in the order of memory
-        add_squares(outputs, g.flatten(0, 1)[None])
-        return self.add_input_factor(inputs, weights)
-
-    def add_input_factor(self, inputs: Tensor, weights: Tensor | None = None) -> int:
-        """Adds `A = Σ a aᵀ` of `add_kronecker_factors`, and returns the number of positions."""
+        """Adds A and Γ, or only A if `outputs` is None."""
+        if outputs is not None:
+            g = self.g if self.g.is_contiguous() else self.g.transpose(0, 1)  # in the order of memory
+            add_squares(outputs, g.flatten(0, 1)[None])
         a = self.a if weights is None else self.a * weights.sqrt().to(self.a)[:, None]
         add_squares(inputs, a[None])
         return self.batch

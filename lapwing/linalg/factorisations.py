@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..errors import LapwingError
 from .eigen import symmetric_eigen
-from .sums import row_products
-from .values import SLICE_NUMBERS, check_matrices, doubled
+from .values import SLICE_NUMBERS, check_matrices, doubled, row_products
 
 log = logging.getLogger("lapwing")
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, KroneckerFactors, Structure
+from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..likelihoods import Likelihood
@@ -242,7 +242,7 @@ class _SecondMoments(CurvaturePass[BlockSums]):
                 state.blocks[name] += squares.reshape_as(state.blocks[name])  # (G, O, I)
 
     def finish(self, state: BlockSums) -> Blockwise:
-        corrected = {n: KroneckerBlock(state.blocks[n], old.factors) for n, old in self._bases.items()}
+        corrected = {n: replace(old, eigenvalues=state.blocks[n]) for n, old in self._bases.items()}
         problem, structures = self._problem, {**self._structures, **corrected}
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
@@ -261,8 +261,7 @@ def _eigenbasis(state: Factors, name: str, positions: int, count: Tensor, rank: 
         alpha, inputs = _diagonalised(state.A, name, positions)
     # 2. Γ = U_out diag(γ) U_outᵀ (G, O, O)
     gamma, outputs = _diagonalised(state.Gamma, name, rank * positions, centred)
-    factors = KroneckerFactors(inputs, outputs, alpha, gamma, count)
-    return KroneckerBlock(factors.products(), factors)
+    return KroneckerBlock.of_factors(inputs, outputs, alpha, gamma, count)
 
 
 def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:

@@ -82,23 +82,22 @@ def _former_factors(covariance: Blockwise, problem: Problem) -> tuple[Factors, d
     """Returns the sums of KFAC's pass over the former data, computed from the structures, and the kind of each."""
     kinds, none = dict[str, str](), problem.zeros(0, dtype=torch.int64)
     every: Any = covariance.structures.values()
-    kronecker = [one.factors for one in every if one.kind == KroneckerBlock.kind]
-    former = Factors(torch.cat([none, *(factors.count for factors in kronecker)]))
+    kronecker = [one for one in every if one.kind == KroneckerBlock.kind]
+    former = Factors(torch.cat([none, *(one.count for one in kronecker)]))
     if former.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
-        least = [(factors.input_eigenvalues > 0).sum(-1).amax(keepdim=True) for factors in kronecker]
+        least = [(one.input_eigenvalues > 0).sum(-1).amax(keepdim=True) for one in kronecker]
         former.excess = former.count - torch.cat(least)
         former.count = torch.cat(least)
     structure: Any
     for name, structure in covariance.structures.items():
         if structure.kind == KroneckerBlock.kind:
-            factors, kinds[name] = structure.factors, structure.kind
-            alpha, gamma, outputs = factors.input_eigenvalues, factors.output_eigenvalues, doubled(factors.outputs)
-            like = structure.eigenvalues
+            alpha, gamma, like = structure.input_eigenvalues, structure.output_eigenvalues, structure.eigenvalues
+            outputs, kinds[name] = doubled(structure.outputs), structure.kind
             former.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(like)
-            if factors.inputs is None:
+            if structure.inputs is None:
                 former.A[name] = alpha.to(like)
             else:
-                inputs = doubled(factors.inputs)
+                inputs = doubled(structure.inputs)
                 former.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
         elif structure.kind == DiagonalBlock.kind:
             former.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"

@@ -19,14 +19,13 @@ from torch.func import functional_call
 from ..data.batches import Forward
 from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
-from ..jacobian.plain_functions import transformed
 from ..linalg import possible
 from .call_errors import blames_inputs, of_inputs, of_outputs
-from .eager import eager_math, native, without_compiled
+from .eager import eager_math, native, transformed, without_compiled
 from .entry import network_precision
 from .functional import StandIns
-from .module_state import PreservedState
 from .positions import Positions
+from .stamp import PreservedState
 from .tracing import KnownCalls, Recorder, Recording
 
 OUTPUT_KEYS = "logits", "out"

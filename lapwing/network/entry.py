@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from ..errors import LapwingError
-from ..jacobian.plain_functions import transformed
-from .eager import LOCK
+from .eager import LOCK, transformed
 
 _AUTOCAST: ContextVar[tuple[str, ...]] = ContextVar("devices_of_autocast", default=())
 """Devices for which the caller has autocast on; set while a `full_precision` function runs."""
@@ -29,29 +28,48 @@ Result = TypeVar("Result")
 
 def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs a function without the caller's autocast and default device; `network_precision` restores both."""
+    return _decorated(function, needs_graph=False)
 
+
+def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function that needs a graph as `full_precision` does, and outside of `torch.inference_mode()`.
+
+    `torch.no_grad()` replaces inference mode. Within a transformation of torch.func it raises a LapwingError.
+    """
+    return _decorated(function, needs_graph=True)
+
+
+def _decorated(function: Callable[Arguments, Result], needs_graph: bool) -> Callable[Arguments, Result]:
     @functools.wraps(function)
     def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if needs_graph:
+            with LOCK:  # all threads share the level of forward mode, and `jvp` holds the lock while it raises it
+                within = transformed()
+            if within:
+                raise LapwingError(
+                    "lapwing was called within a transformation of torch.func or forward-mode differentiation, which "
+                    "would mix with its own. Write x.requires_grad_() and "
+                    "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
+                )
         default = torch.empty(0).device  # three times as fast as torch.get_default_device()
         devices = tuple([device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)])
-        if default.type == "cpu" and not devices:
+        inference = needs_graph and torch.is_inference_mode_enabled()
+        if default.type == "cpu" and not devices and not inference:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
+            if inference:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             if default.type != "cpu":
                 stack.callback(_DEFAULT.reset, _DEFAULT.set(default))
                 stack.enter_context(torch.device("cpu"))
             if devices:
                 stack.callback(_AUTOCAST.reset, _AUTOCAST.set(devices))
-                stack.callback(_set_autocast, devices, True)
-                _set_autocast(devices, False)
+                for device in devices:
+                    stack.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 
     return wrapped
-
-
-def _set_autocast(devices: tuple[str, ...], enabled: bool) -> None:
-    for device in devices:
-        torch.set_autocast_enabled(device, enabled)
 
 
 def network_casts() -> bool:
@@ -59,37 +77,11 @@ def network_casts() -> bool:
     return bool(_AUTOCAST.get())
 
 
-@contextlib.contextmanager
-def network_precision() -> Iterator[None]:
-    """Runs a call of the network under the caller's autocast, if it is on, and default device."""
-    devices = tuple(device for device in _AUTOCAST.get() if not torch.is_autocast_enabled(device))
-    _set_autocast(devices, True)
-    try:
-        with _DEFAULT.get() or contextlib.nullcontext():
-            yield
-    finally:
-        _set_autocast(devices, False)
-
-
-def outside_modes(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Runs a function that needs a graph outside the caller's autocast and `torch.inference_mode()`.
-
-    `torch.no_grad()` replaces inference mode. Within a transformation of torch.func it raises a LapwingError.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with LOCK:  # all threads share the level of forward mode, and `jvp` holds the lock while it raises the level
-            within = transformed()
-        if within:
-            raise LapwingError(
-                "lapwing was called within a transformation of torch.func or forward-mode differentiation, which would "
-                "mix with its own. Write x.requires_grad_() and "
-                "torch.autograd.grad(posterior.latent(x).variance.sum(), x)."
-            )
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return full_precision(wrapped)
+def network_precision() -> contextlib.ExitStack:
+    """Enters the caller's autocast, if it is on, and default device, and returns the context that leaves them again."""
+    stack = contextlib.ExitStack()
+    for device in _AUTOCAST.get():
+        stack.enter_context(torch.autocast(device))
+    if (default := _DEFAULT.get()) is not None:
+        stack.enter_context(default)
+    return stack

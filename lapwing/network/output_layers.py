@@ -25,10 +25,9 @@ from torch.utils import _pytree as pytree
 from ..data.inputs import Inputs
 from ..errors import LapwingError
 from .call import Call
-from .eager import EagerMode, real
-from .functional import FirstCall, first_call
-from .module_state import modules_of
-from .refusals import quantized_layers
+from .eager import EagerMode, modules_of, real
+from .functional import FirstCall
+from .gate import quantized_layers
 from .tracing import Recording, graph_leaves
 
 JOINING = frozenset(
@@ -66,7 +65,7 @@ def output_layers(
     }
     origins = _Origins(leaves.values(), inputs.tensors)
     with torch.enable_grad(), origins:
-        first = first_call(call, parameters, leaves, inputs)
+        first = FirstCall(call, parameters, leaves, inputs)
     outputs = first.outputs
     if outputs.grad_fn is None:
         raise _refused_without_gradient(model, kind)

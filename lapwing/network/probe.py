@@ -23,12 +23,12 @@ from ..jacobian.layers import BatchAxis
 from ..linalg import accumulation_dtype
 from .call import Call, output_tensor
 from .call_errors import CallRefused, OutputsWithPositions
-from .eager import real, without_compiled
-from .functional import FirstCall, first_call
-from .module_state import PreservedState, modules_of
+from .eager import modules_of, real, without_compiled
+from .functional import FirstCall
 from .output_layers import output_layers
-from .recording_plan import PlannedUse, RecordingPlan, covered_blocks
+from .recording_plan import RecordingPlan, planned
 from .selection import LastLayer, Predicate, select, with_entries
+from .stamp import PreservedState
 from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")
@@ -99,13 +99,13 @@ def probe(
     _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
     generic = {name: reason for name, reason in reasons.items() if reason}
     covered = reasons.keys() - generic.keys()
-    pairs = [(use, axis) for use, axis in zip(noted, axes, strict=True) if covered & set(use.names.values())]
-    order = tuple(PlannedUse.of(use, axis or BatchAxis(), covered, samples) for use, axis in pairs)
-    blocks = covered_blocks([use.use for use, _ in pairs], order, parameters)
+    every = zip(noted, axes, strict=True)
+    pairs = [(use, axis or BatchAxis()) for use, axis in every if covered & set(use.names.values())]
+    order, blocks = planned(pairs, covered, samples, parameters)
     blocks += [Block(name, (name,), (tuple(real(parameters[name]).shape),), "generic") for name in generic]
     plan = RecordingPlan.of(
         order, blocks, single_sample=samples == 1, spread=any(use.spread for use, _ in pairs),
-        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output(outputs)), -1),
+        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output), -1),
         shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
     )  # fmt: skip
     if warn and not isinstance(params, LastLayer):
@@ -125,7 +125,7 @@ def _recorded(
     if not isinstance(params, LastLayer):
         leaves = {name: real(parameters[name].detach()).requires_grad_() for name in names}
         with torch.enable_grad(), _explained(call.model):
-            return names, (), recording, first_call(call, {name: parameters[name] for name in names}, leaves, few)
+            return names, (), recording, FirstCall(call, {name: parameters[name] for name in names}, leaves, few)
     names, idle, first = output_layers(call, few, parameters, recording)
     names = with_entries(names, parameters)
     late = {name: watched[name] for name in names if name in watched and not watched[name].requires_grad}
@@ -379,17 +379,17 @@ def _batch_axes(noted: Sequence[RecordedUse], gradients: Sequence[Tensor], sampl
     The first candidates of all uses are checked together, since they nearly always hold: one transfer from the device.
     """
 
-    def candidates(use: RecordedUse) -> list[BatchAxis]:
-        shape, dims = use.out.shape, range(use.use.sample_dims if use.reached else 0)
-        both = [BatchAxis(axis, inner) for axis in dims for inner in (False, True)]
-        return [one for one in both if one.fits(shape, samples) and not (one.inner and shape[one.axis] == samples)]
-
     def hold(axes: Iterable[tuple[BatchAxis, Tensor]]) -> bool:
         pairs = [axis.front(g, samples, 1)[:2].flatten(2) for axis, g in axes]  # each (2, B, rest)
         others = [part for first, last in pairs for part in (first[1:], last[: samples - 1]) if part.numel()]
         return float(get_total_norm(others, math.inf)) == 0
 
-    pairs = [(candidates(use), g) for use, g in zip(noted, gradients, strict=True)]
+    pairs = []
+    for use, g in zip(noted, gradients, strict=True):
+        shape, dims = use.out.shape, range(use.use.sample_dims if use.reached else 0)
+        axes = [BatchAxis(axis, inner) for axis in dims for inner in (False, True)]
+        axes = [one for one in axes if one.fits(shape, samples) and not (one.inner and shape[one.axis] == samples)]
+        pairs.append((axes, g))
     if hold((axes[0], g) for axes, g in pairs if axes):
         return [axes[0] if axes else None for axes, _ in pairs]
     return [next((axis for axis in axes if hold([(axis, g)])), None) for axes, g in pairs]

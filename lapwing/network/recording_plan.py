@@ -12,7 +12,7 @@ from torch import Tensor
 from ..display import Displayed
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..jacobian.layers import BatchAxis, Use
+from ..jacobian.layers import BatchAxis
 from .tracing import RecordedUse
 
 TIED_TABLE = {"embedding, transposed, one-hot", "linear"}
@@ -61,14 +61,6 @@ class PlannedUse:
     out: int  # entries of the output per sample
     patches: int  # entries of the unfolded inputs per sample
 
-    @classmethod
-    def of(cls, noted: RecordedUse, axis: BatchAxis, covered: Set[str], samples: int) -> PlannedUse:
-        """Plans a recorded use of covered parameters."""
-        names = tuple(sorted((role, name) for role, name in noted.names.items() if name in covered))
-        out, matrix = noted.out.numel() // samples, noted.use.matrix()
-        patches = out if matrix is None or matrix.one_hot else out // matrix.outputs * (matrix.inputs + 1)
-        return cls(names, noted.use.kind, axis, out, patches)
-
 
 @dataclass(frozen=True)
 class RecordingPlan:
@@ -76,6 +68,8 @@ class RecordingPlan:
 
     order: tuple[PlannedUse, ...] = ()  # the uses in the order of the pass
     uses: Uses = field(default_factory=dict)  # of each block; they follow from `order`
+    explicit: frozenset[str] = frozenset()  # blocks that need rows: generic, or with uses that disagree on the layout
+    explicit_size: int = 0  # number of weights in these
     single_sample: bool = False  # the survey saw one sample: sample axes are guesses
     spread: bool = False  # embeddings of a single row of tokens are expanded over the samples
     last: int = -1  # index of the use whose output is the network's output, or -1
@@ -112,7 +106,10 @@ class RecordingPlan:
         for i, use in enumerate(order):
             for block in dict.fromkeys(owners[name] for _, name in use.names):
                 uses[block].append((i, use.axis, frozenset(role for role, name in use.names if owners[name] == block)))
-        return cls(order, uses, **known)
+        several = {block.name for block in blocks if block.matrix is None and len(uses.get(block.name, ())) > 1}
+        tied = {name for name in several if {order[i].kind for i, _, _ in uses[name]} == TIED_TABLE}
+        explicit = {block.name: block.size for block in blocks if block.is_generic or block.name in several - tied}
+        return cls(order, uses, frozenset(explicit), sum(explicit.values()), **known)
 
     def uses_in(self, noted: Sequence[RecordedUse], samples: int, model: str) -> Uses:
         """Returns the uses of a recording for each block: the uses of the survey, or new ones if the order differs."""
@@ -145,24 +142,6 @@ class RecordingPlan:
             for name, roles in treated.items()
         }
 
-    def is_explicit(self, block: Block) -> bool:
-        """Whether a block needs explicit rows, because it is generic or its uses disagree about the layout."""
-        uses = self.uses.get(block.name, ())
-        tied = {self.order[i].kind for i, _, _ in uses} == TIED_TABLE
-        return block.is_generic or (block.matrix is None and len(uses) > 1 and not tied)
-
-    def numbers_per_sample(self, cotangents: int, written: bool = True) -> int:
-        """Estimates the entries in memory per sample: all g twice, plus patches and rotated gradients of one layer.
-
-        Without `written`, the R cotangents are the C outputs themselves, and a layer that gives the outputs has no g.
-        """
-        gathered = largest = 0
-        for i, use in enumerate(self.order):
-            gradients = 0 if i == self.last and not written else cotangents * use.out
-            gathered, largest = gathered + gradients, max(largest, 2 * use.patches + 3 * gradients)
-        matrix = 0 if written else 2 * cotangents**2  # covariance of the outputs, and its root
-        return 2 * gathered + largest + matrix + 1
-
     def work(self, blocks: Sequence[Block]) -> int:
         """Estimates the multiply-adds per row of a sample: positions times weights, for matrices."""
         work = 0
@@ -172,33 +151,31 @@ class RecordingPlan:
                 work += sum(self.order[i].out // outputs * block.size for i, _, _ in self.uses[block.name])
         return work
 
-    def least(self, blocks: Sequence[Block]) -> int:
-        """Estimates the entries built per sample for one output if layers process one position at a time.
 
-        Tensors as large as one layer's activations (merged tokens, normalised inputs of a group norm) do not count.
-        """
-        explicit = [3 * block.size for block in blocks if self.is_explicit(block)]
-        matrices = [b.matrix_shape for b in blocks if b.matrix is not None and not b.matrix.one_hot]
-        return max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
-
-
-def covered_blocks(uses: Sequence[Use], order: Sequence[PlannedUse], parameters: Mapping[str, Tensor]) -> list[Block]:
-    """Makes the blocks of covered parameters from their uses.
+def planned(
+    pairs: Sequence[tuple[RecordedUse, BatchAxis]], covered: Set[str], samples: int, parameters: Mapping[str, Tensor]
+) -> tuple[tuple[PlannedUse, ...], list[Block]]:
+    """Plans the recorded uses of covered parameters, and makes the blocks of these parameters.
 
     A weight and a bias that always occur together form one block. Any other parameter forms its own block.
     """
+    order: list[PlannedUse] = []
     by_name: dict[str, list[int]] = {}
-    for i, planned in enumerate(order):
-        for _, name in planned.names:
+    for i, (noted, axis) in enumerate(pairs):
+        names = tuple(sorted((role, name) for role, name in noted.names.items() if name in covered))
+        out, matrix = noted.out.numel() // samples, noted.use.matrix()
+        patches = out if matrix is None or matrix.one_hot else out // matrix.outputs * (matrix.inputs + 1)
+        order.append(PlannedUse(names, noted.use.kind, axis, out, patches))
+        for _, name in names:
             by_name.setdefault(name, []).append(i)
     blocks: dict[str, Block] = {}
     done: set[str] = set()
-    for use, planned in zip(uses, order, strict=True):
-        for role, name in reversed(planned.names):  # weight before bias
+    for (noted, _), use in zip(pairs, order, strict=True):
+        for role, name in reversed(use.names):  # weight before bias
             if name in done:
                 continue
-            matrix, *different = {uses[j].matrix() for j in by_name[name]}
-            partner = dict(planned.names).get("bias") if role == "weight" and not different else None
+            matrix, *different = {pairs[j][0].use.matrix() for j in by_name[name]}
+            partner = dict(use.names).get("bias") if role == "weight" and not different else None
             paired = partner is not None and partner not in done and by_name[partner] == by_name[name]
             members = (name, partner) if partner is not None and paired else (name,)
             done.update(members)
@@ -207,8 +184,8 @@ def covered_blocks(uses: Sequence[Use], order: Sequence[PlannedUse], parameters:
             bias = matrix is not None and (role == "bias" or len(members) == 2)
             block_name = _block_name(members)
             block_name = members[0] if block_name in blocks else block_name
-            blocks[block_name] = Block(block_name, members, shapes, use.family, matrix, bias)
-    return list(blocks.values())
+            blocks[block_name] = Block(block_name, members, shapes, noted.use.family, matrix, bias)
+    return tuple(order), list(blocks.values())
 
 
 def _block_name(members: tuple[str, ...]) -> str:

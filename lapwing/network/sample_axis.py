@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,18 +30,18 @@ class SampleAxisMoved(LapwingError):
     """A layer holds the samples in another place than on the first batch."""
 
 
+@dataclass(eq=False, repr=False)
 class SampleAxisCheck:
     """Checks the recordings of one network, and remembers the shapes that passed."""
 
-    def __init__(self) -> None:
-        self._known: set[tuple[torch.Size, ...]] = set()
-        self._warned = False
+    known: set[tuple[torch.Size, ...]] = field(default_factory=set)
+    warned: bool = False
 
     def check(self, recording: Recording, uses: Uses, name: str) -> None:
         """Raises `SampleAxisMoved` if a layer holds the samples on another dimension or in another order."""
         outputs, noted, routed = recording.outputs, recording.noted, recording.routed
         shapes = outputs.shape, *[use.out.shape for use in noted]
-        if shapes in self._known and not routed:
+        if shapes in self.known and not routed:
             return
         for block, block_uses in uses.items():
             for i, axis, _ in block_uses:
@@ -50,12 +51,12 @@ class SampleAxisCheck:
         if layer:
             raise _moved(f"{name} at {len(outputs)} samples", layer)
         if conclusive and not routed:
-            self._known.add(shapes)
+            self.known.add(shapes)
 
     def warn_once(self, error: SampleAxisMoved) -> None:
         """Warns once that lapwing processes the samples one by one."""
-        if not self._warned:
-            self._warned = True
+        if not self.warned:
+            self.warned = True
             log.warning("%s. They are taken one by one, which is slow.", str(error).partition(". ")[0])
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -23,11 +23,10 @@ from torch.nn import Parameter
 
 from ..data.inputs import Inputs
 from ..jacobian.layers import READERS, Use
-from ..jacobian.plain_functions import transformed
 from . import recurrent
-from .eager import EagerMode, batching_quiet, swapped
-from .module_state import PreservedState
+from .eager import EagerMode, batching_quiet, swapped, transformed
 from .positions import Positions
+from .stamp import PreservedState
 
 DIFFERENTIATES = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """Functions that compute gradients within a forward pass. Outputs may then depend on weights through gradients."""
@@ -49,7 +48,7 @@ ROUTING = frozenset(
 
 @dataclass
 class RecordedUse:
-    """One use of watched parameters."""
+    """One use of watched parameters. The last three fields are known after the forward pass."""
 
     use: Use  # the layer's input, parameters and family
     names: dict[str, str]  # role -> name of the watched parameter
@@ -58,15 +57,8 @@ class RecordedUse:
     versions: tuple[int, int]  # write counters of input and output at the call
     spread: bool = False  # a table's single row of tokens was expanded over the samples
     reached: bool = True  # the outputs depend on this use: not if its output was detached, for instance
-
-    @property
-    def stale(self) -> bool:
-        """Whether the layer's input was modified in place after the call."""
-        return self.use.inputs._version != self.versions[0]
-
-    def is_output(self, outputs: Tensor) -> bool:
-        """Whether the layer's output is the network's output, so that its gradients are the cotangents."""
-        return self.out is outputs and self.out._version == self.versions[1] and self.use.is_product
+    stale: bool = False  # the layer's input was modified in place after the call
+    is_output: bool = False  # the layer's output is the network's output, so that its gradients are the cotangents
 
 
 class Recording(NamedTuple):
@@ -79,6 +71,7 @@ class Recording(NamedTuple):
     differentiated: bool  # the network computed gradients itself, which its outputs may contain
     elsewhere: set[str]  # names of watched parameters that may reach the outputs outside the recorded uses
     shaped: Tensor  # the outputs in the network's own shape, with positions if it has any
+    sizes: tuple[int, ...]  # of their positions, such as (H, W), or () for outputs (B, C)
     plain: bool  # the outputs depend on all recorded uses, and on watched parameters in no other way
     rounds: bool  # as in `EagerMode`: a plain call may give other outputs
 
@@ -173,18 +166,20 @@ class Recorder(EagerMode):
         If the graph of the outputs ends at watched parameters, these are used `elsewhere`, since recorded uses have
         constants instead. The graph behind the inputs does not count.
         """
-        outputs = shaped if layout is None else layout.matrix(shaped)
+        outputs, sizes = (shaped, ()) if layout is None else (layout.matrix(shaped), layout.sizes(shaped.shape))
         ends, met = graph_leaves(outputs, inputs.tensors)
         elsewhere = {self._watched[id(leaf)] for leaf in ends if id(leaf) in self._watched}
         for use in self.noted:
-            use.reached = use.edge.node in met
+            before, now = use.versions, (use.use.inputs._version, use.out._version)
+            use.reached, use.stale = use.edge.node in met, now[0] != before[0]
+            use.is_output = use.out is outputs and now[1] == before[1] and use.use.is_product
         plain = not (self.differentiated or elsewhere) and all(use.reached for use in self.noted)
         values = [leaf for leaf in inputs.leaves if isinstance(leaf, (str, int))]
         texts = sum(isinstance(leaf, str) for leaf in values)
         routed = self.routed or texts >= max(2, inputs.samples)
         chosen = routed or bool(values)
         return Recording(
-            outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, plain, self.rounds
+            outputs, self.noted, routed, chosen, self.differentiated, elsewhere, shaped, sizes, plain, self.rounds
         )
 
 
@@ -213,6 +208,7 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
     return leaves, met
 
 
+@dataclass(eq=False, repr=False)
 class KnownCalls:
     """Recorded calls of one network, which later calls repeat.
 
@@ -222,16 +218,15 @@ class KnownCalls:
     begin where that module is called. What comes before runs without gradients and without a function mode.
     """
 
-    def __init__(self) -> None:
-        self.state: PreservedState | None = None  # of the modules, before all of these calls
-        self._calls: dict[Hashable, tuple[nn.Module | None, int]] = {}  # the module where to begin, and number of uses
+    state: PreservedState | None = None  # of the modules, before all of these calls
+    calls: dict[Hashable, tuple[nn.Module | None, int]] = field(default_factory=dict)  # where to begin, number of uses
 
     def __reduce__(self) -> tuple[type[KnownCalls], tuple[()]]:
         return KnownCalls, ()  # a copy of the network has other modules
 
     def find(self, watched: Iterable[str], inputs: Inputs) -> tuple[nn.Module | None, int]:
         """Returns the module at which the recording of a known call may begin, or None, and its number of uses."""
-        module, uses = self._calls.get((*watched, inputs.form), (None, 0))
+        module, uses = self.calls.get((*watched, inputs.form), (None, 0))
         return (module, uses) if module is None or (self.state and self.state.is_equal()) else (None, 0)
 
     def add(
@@ -246,12 +241,12 @@ class KnownCalls:
         if form is None or recording.chosen or not recording.plain or state.restored:
             return
         if not current:
-            self.state, self._calls, state.trusts = state, {}, True
-        if call in self._calls and not whole:
+            self.state, self.calls, state.trusts = state, {}, True
+        if call in self.calls and not whole:
             return
         ids = {*map(id, watched.values())}
         owners = [one for one in state.modules if not ids.isdisjoint(map(id, one._parameters.values()))]
-        self._calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)
+        self.calls[call] = owners[0] if len(owners) == 1 and not whole else None, len(recording.noted)
 
 
 def output_gradients(
@@ -263,9 +258,9 @@ def output_gradients(
     graph. With `batched`, one backward pass may handle all cotangents.
     """
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
-    behind = [use for use in noted if not use.is_output(outputs)]
+    behind = [use for use in noted if not use.is_output]
     gradients = iter(_backward(outputs, behind, exact, differentiable, batched) if behind else ())
-    return [exact if use.is_output(outputs) else next(gradients) for use in noted]
+    return [exact if use.is_output else next(gradients) for use in noted]
 
 
 def _backward(

@@ -43,7 +43,7 @@ def records_of_positions(
     differentiable = checked.wants_gradient
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.recording(chunk)
-        use, sizes = output_use(tangent, recording, uses), positions.sizes(recording.shaped.shape)
+        use, sizes = output_use(tangent, recording, uses), recording.sizes
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
             raise outputs_moved_error(tangent, next(iter(tangent.parameters)))
@@ -68,6 +68,7 @@ def records_of_positions(
             u = cotangents(outputs if differentiable else outputs.detach())
             versions = layer.inputs._version, outputs._version
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
+            noted.is_output = layer.is_product
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
             yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
 

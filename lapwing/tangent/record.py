@@ -184,7 +184,7 @@ class Record(Mapping[str, BlockJacobian]):
     def _groups(self) -> list[GradientGroup]:
         """A single group if all blocks fit, or if a graph keeps all gradients anyway."""
         blocks, count = self.tangent.blocks, self.cotangents
-        numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.explicit_size
+        numbers = 5 * sum([use.out.numel() for use in self.noted]) + 3 * self.samples * self.tangent.plan.explicit_size
         if self._differentiable or count * numbers <= self._limit:
             return [GradientGroup(blocks, count)]
         loads, groups = [self.load(block) for block in blocks], []
@@ -200,10 +200,9 @@ class Record(Mapping[str, BlockJacobian]):
         rows = self.samples * self.cotangents * block.size
         if block.is_generic:
             return rows, 2 * rows
-        assert self.graph is not None  # no gradients were computed yet
         uses = [self.noted[i] for i, _, _ in self._uses[block.name]]
-        gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output(self.graph))
-        return gradients, 4 * gradients + 2 * rows * self.tangent.plan.is_explicit(block)
+        gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output)
+        return gradients, 4 * gradients + 2 * rows * (block.name in self.tangent.plan.explicit)
 
     def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index."""

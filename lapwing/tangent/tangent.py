@@ -162,11 +162,6 @@ class Tangent:
         return self._weight.device
 
     @unlocked_property
-    def explicit_size(self) -> int:
-        """Number of weights whose rows are always formed."""
-        return sum(block.size for block in self.blocks if self.plan.is_explicit(block))
-
-    @unlocked_property
     def positions(self) -> Positions:
         """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
         return self.call.layout or Positions(1, 2, self.outputs, 1)
@@ -252,8 +247,7 @@ class Tangent:
         at = outputs if differentiable else outputs.detach()
         at = doubled(at) if dtype == torch.float64 else at  # a root of Λ with the same precision
         u = as_cotangents(cotangents, self.outputs)(at)
-        sizes = self.positions.sizes(recording.shaped.shape)
-        return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, sizes)
+        return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, recording.sizes)
 
     def check(self, inputs: Any, where: str = "the inputs") -> Inputs:
         """Returns checked inputs, or raises an error with their name `where`. Checked inputs come back unchanged."""
@@ -354,8 +348,12 @@ class Tangent:
         """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.
 
         The network's activations, and their gradients for one output, do not count: no choice here changes them.
+        Neither do tensors as large as one layer's activations, such as the normalised inputs of a group norm.
         """
-        smallest, whole = self.plan.least(self.blocks) * self.dtype.itemsize, self.bytes_per_sample()
+        explicit = [3 * block.size for block in self.blocks if block.name in self.plan.explicit]
+        matrices = [b.matrix_shape for b in self.blocks if b.matrix is not None and not b.matrix.one_hot]
+        least = max([0, *explicit, *(groups * (2 * inputs + 3 * outputs) for groups, outputs, inputs in matrices)])
+        smallest, whole = least * self.dtype.itemsize, self.bytes_per_sample()
         if max(smallest, whole) > self.memory:
             self._tell_of_memory(smallest, whole)
 
@@ -378,11 +376,15 @@ class Tangent:
     def bytes_per_sample(
         self, columns: int | None = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> int:
-        """Estimates the bytes of one sample of a record and its largest contraction; `columns` as in `Cotangents`."""
-        count = self.outputs if columns is None else columns
-        numbers = (
-            self.plan.numbers_per_sample(count, columns is not None)
-            + 3 * count * self.explicit_size
-            + scratch_per_sample
-        )
+        """Estimates the bytes of one sample of a record and its largest contraction; `columns` as in `Cotangents`.
+
+        All g count twice, and patches and rotated gradients of one layer once. If the cotangents are the C outputs
+        themselves, a layer that gives the outputs has no g.
+        """
+        count, gathered, largest = self.outputs if columns is None else columns, 0, 0
+        for i, use in enumerate(self.plan.order):
+            gradients = 0 if i == self.plan.last and columns is None else count * use.out
+            gathered, largest = gathered + gradients, max(largest, 2 * use.patches + 3 * gradients)
+        matrix = 2 * count**2 if columns is None else 0  # covariance of the outputs, and its root
+        numbers = 2 * gathered + largest + matrix + 1 + 3 * count * self.plan.explicit_size + scratch_per_sample
         return numbers * (dtype or self.dtype).itemsize

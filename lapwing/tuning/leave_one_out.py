@@ -99,7 +99,8 @@ def _trained(posterior: Posterior, inputs: Inputs, samples: int) -> Tangent | No
     names = treated | untreated.keys()
     if tangent.size + sum(untreated.values()) <= MAX_WEIGHTS:
         whole = Tangent.survey(tangent.call, inputs, lambda name, _: name in names, memory=tangent.memory, warn=False)
-        if whole.explicit_size <= MAX_EXPLICIT_WEIGHTS and samples * whole.plan.work(whole.blocks) <= MAX_MULTIPLY_ADDS:
+        plan = whole.plan
+        if plan.explicit_size <= MAX_EXPLICIT_WEIGHTS and samples * plan.work(whole.blocks) <= MAX_MULTIPLY_ADDS:
             return whole
     log.info(
         "%s has too many trained weights to use all of them: only those that %s treats count for the noise variance",

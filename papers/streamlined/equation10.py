@@ -46,7 +46,7 @@ def shifted(covariance: Covariance) -> Blockwise:
             alpha, gamma = _factors(structure.eigenvalues.double() * covariance.scale)
             moved = (gamma[..., :, None] + delta**0.5) * (alpha[..., None, :] + delta**0.5) - delta  # (G, O, I)
             moved = (moved / covariance.scale).to(structure.eigenvalues.dtype)
-            structures[block.name] = KroneckerBlock(moved, structure.factors)
+            structures[block.name] = replace(structure, eigenvalues=moved)
     return Blockwise(covariance.blocks, structures, covariance.precision, covariance.scale)
 
 

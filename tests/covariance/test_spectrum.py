@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.covariance.structures import MANY, condensed
+from lapwing.linalg.eigen import MANY, condensed
 
 COUNT = 2 * MANY
 
@@ -62,7 +62,7 @@ def test_a_wide_network_is_tuned_as_by_all_eigenvalues(method, monkeypatch):
     tune = lw.Evidence(per_layer=True)
     found = lw.fit(net, [(x, y)], method, params=lw.everything, tune=tune)
     assert any(structure.spectrum[1] is not None for structure in found.covariance.structures.values())
-    monkeypatch.setattr("lapwing.covariance.structures.MANY", 10**9)
+    monkeypatch.setattr("lapwing.linalg.eigen.MANY", 10**9)
     exact = lw.fit(net, [(x, y)], method, params=lw.everything, tune=tune)
     assert found.log_marginal_likelihood() == pytest.approx(exact.log_marginal_likelihood(), rel=1e-8)
     torch.testing.assert_close(found.prior.precision, exact.prior.precision, rtol=1e-3, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -18,11 +19,10 @@ from lapwing.covariance import (
     DiagonalBlock,
     ExplicitBasis,
     KroneckerBlock,
-    KroneckerFactors,
     LowRank,
     LowRankWithResidual,
     PriorCovariance,
-    kronecker,
+    structures,
 )
 from lapwing.covariance.base import join_blocks, split_blocks
 from lapwing.covariance.latent import Latent
@@ -331,8 +331,8 @@ class TestKroneckerBlocks(BlockwiseConformance):
             rotation = within = orthogonal(groups, inputs, seed + 1)
         bases = [torch.kron(out[g].contiguous(), rotation[g].contiguous()) for g in range(groups)]
         dense = torch.block_diag(*[u @ torch.diag(values[g].flatten()) @ u.T for g, u in enumerate(bases)])
-        factors = KroneckerFactors(within, out, values.amax(1), values.amax(2), torch.tensor([3]))
-        return KroneckerBlock(values, factors), dense
+        factored = KroneckerBlock.of_factors(within, out, values.amax(1), values.amax(2), torch.tensor([3]))
+        return replace(factored, eigenvalues=values), dense
 
 
 class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
@@ -340,7 +340,7 @@ class TestKroneckerBlocksOfFewSamples(TestKroneckerBlocks):
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(kronecker, "MIN_SAVED_COLUMNS", 0)
+        monkeypatch.setattr(structures, "MIN_SAVED_COLUMNS", 0)
 
     def structure(self, block, seed):
         structure, dense = super().structure(block, seed)
@@ -456,20 +456,20 @@ class TestFromRows(PrecisionConformance):
 
 
 def test_eigenvalues_of_kronecker_products(monkeypatch):
-    monkeypatch.setattr(kronecker, "SLICE_NUMBERS", 8)  # two rows per step
+    monkeypatch.setattr(structures, "SLICE_NUMBERS", 8)  # two rows per step
     inputs, outputs = spectrum(2, 2, seed=1), spectrum(2, 3, seed=2)
-    factors = KroneckerFactors(None, orthogonal(2, 3, 0), inputs, outputs, torch.tensor([7]))
-    close(factors.products(), torch.stack([torch.outer(outputs[g], inputs[g]) / 7 for g in range(2)]))
+    factored = KroneckerBlock.of_factors(None, orthogonal(2, 3, 0), inputs, outputs, torch.tensor([7]))
+    close(factored.eigenvalues, torch.stack([torch.outer(outputs[g], inputs[g]) / 7 for g in range(2)]))
 
 
 @pytest.mark.parametrize("precision", [0.0, 1e-17, 1e-12])
 @pytest.mark.parametrize("row", [[1e-15, 0.0, 1e-17], [0.0, 0.0, 0.0]])
 def test_rounding_noise_is_compared_with_the_smallest_row_or_column_that_is_not_zero(row, precision):
     values = torch.tensor([[[1.0, 0.0, 1e-3], row]], dtype=torch.float64)
-    factors = KroneckerFactors(None, orthogonal(1, 2, 0), values.amax(1), values.amax(2), torch.tensor([1]))
+    factored = KroneckerBlock.of_factors(None, orthogonal(1, 2, 0), values.amax(1), values.amax(2), torch.tensor([1]))
     largest = [*values[0].amax(0).tolist(), *values[0].amax(1).tolist()]
     wanted = torch.finfo(torch.float64).eps > min(value for value in largest if value > 0) + precision
-    assert KroneckerBlock(values, factors).has_rounding_noise(precision) == wanted
+    assert replace(factored, eigenvalues=values).has_rounding_noise(precision) == wanted
 
 
 def test_scaled_factors_join():

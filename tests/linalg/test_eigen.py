@@ -192,6 +192,5 @@ def test_many_classes_are_centred_from_the_lower_triangle():
     x, y = torch.randn(9, 4).double(), torch.randint(classes, (9,))
     fitted = lw.fit(model, [(x[:6], y[:6]), (x[6:], y[6:])], lw.KFAC(), prior_precision=1.0)
     (structure,) = fitted.covariance.structures.values()
-    factors = structure.factors
-    gamma = (factors.outputs * factors.output_eigenvalues[:, None]) @ factors.outputs.mT
+    gamma = structure.outputs * structure.output_eigenvalues[:, None] @ structure.outputs.mT
     close(gamma[0], oracle.softmax_fisher(model(x).detach()).sum(0), 1e-12)

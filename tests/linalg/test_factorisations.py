@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.linalg import factorisations, orthonormal_rows, sums
+from lapwing.linalg import factorisations, orthonormal_rows, values
 
 
 @pytest.mark.parametrize("shape", [(30, 200), (200, 30), (40, 40), (1, 9), (9, 1), (4, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_by_slices_are_those_of_the_svd(shape, dtype, monkeypatch):
     """Singular values over nine decades, of which a Gram matrix in float64 would lose the last."""
-    for module in (factorisations, sums):
+    for module in (factorisations, values):
         monkeypatch.setattr(module, "SLICE_NUMBERS", 400)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(side, min(shape), generator=generator, dtype=torch.float64) for side in shape)

@@ -22,7 +22,7 @@ from tests.zoo_modules import Net
 def tangent(size, outputs=1, explicit=0, memory=2**30):
     """What the choice reads of a tangent."""
     return SimpleNamespace(
-        size=size, outputs=outputs, width=outputs, explicit_size=explicit, memory=memory,
+        size=size, outputs=outputs, width=outputs, plan=SimpleNamespace(explicit_size=explicit), memory=memory,
         contraction_dtype=torch.float64, positions=SimpleNamespace(several=False), device=torch.device("cpu"),
     )  # fmt: skip
 

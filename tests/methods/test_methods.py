@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.covariance import KroneckerBlock, kronecker
+from lapwing.covariance import KroneckerBlock, structures
 from lapwing.jacobian.outer import Outer
 from lapwing.methods import problem as problem_module
 from lapwing.methods import subspace
@@ -396,7 +396,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
 
     No samples: one of zeros, which shows the bias alone.
     """
-    monkeypatch.setattr(kronecker, "MIN_SAVED_COLUMNS", 0)
+    monkeypatch.setattr(structures, "MIN_SAVED_COLUMNS", 0)
     torch.manual_seed(0)
     trunk = [] if params is lw.last_layer else [nn.Linear(20, 4), nn.Tanh()]
     net = nn.Sequential(*trunk, nn.Linear(4 if trunk else 20, 3)).double().eval()
@@ -468,7 +468,7 @@ def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     data = [(torch.randn(40, 4), torch.arange(40) % 3)]
-    factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"].factors
+    factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"]
     assert factors.output_eigenvalues.min() <= 1e-15 * factors.output_eigenvalues.max()
 
 

@@ -29,7 +29,7 @@ def fit(model: nn.Module, *data: Any, method: lw.Method = SAMPLED, **options: An
 
 def output_factor(posterior: lw.Posterior) -> Tensor:
     """Γ of the first layer, per sample."""
-    factors: Any = posterior.covariance.structures["0"].factors  # type: ignore[attr-defined]
+    factors: Any = posterior.covariance.structures["0"]  # type: ignore[attr-defined]
     outputs = factors.outputs[0].double()
     return outputs @ (factors.output_eigenvalues[0, :, None] * outputs.T) / posterior.samples
 
@@ -53,7 +53,7 @@ def test_its_factors_are_right_in_expectation_and_inputs_exact() -> None:
     factors = torch.stack([output_factor(posterior) for posterior in drawn])
     error = factors.std(0) / len(drawn) ** 0.5
     assert ((factors.mean(0) - output_factor(exact)).abs() < 4 * error).all()
-    inputs = [p.covariance.structures["0"].factors.input_eigenvalues for p in (exact, drawn[0])]  # type: ignore[attr-defined]
+    inputs = [p.covariance.structures["0"].input_eigenvalues for p in (exact, drawn[0])]  # type: ignore[attr-defined]
     torch.testing.assert_close(*inputs)
 
 

@@ -100,14 +100,14 @@ def test_a_trunk_without_a_graph_keeps_no_activations() -> None:
 
 
 def test_modules_are_compared_once_for_each_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lapwing.network import module_state
+    from lapwing.network import stamp
 
     posterior, x = fitted(network())
     for _ in range(3):
         posterior.predict(x)
     made: list[nn.Module] = []
-    ours = module_state.modules_of
-    monkeypatch.setattr(module_state, "modules_of", lambda model: made.append(model) or ours(model))
+    ours = stamp.modules_of
+    monkeypatch.setattr(stamp, "modules_of", lambda model: made.append(model) or ours(model))
     posterior.predict(x)
     assert not made
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import lapwing as lw
-from lapwing.network.refusals import REFUSALS, check_layers
+from lapwing.network.gate import REFUSALS, check_layers
 from lapwing.tangent import Tangent
 from tests.network.test_chosen_layers import ALIKE, ONLY_FIRST, mlp, network, routed
 from tests.network.test_chosen_layers import X as ROUTED

@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing import tangent as tn
-from lapwing.covariance import Blockwise, KroneckerBlock, KroneckerFactors
+from lapwing.covariance import Blockwise, KroneckerBlock
 from lapwing.prediction.uncertain import parsed
 from papers.streamlined.equation10 import shifted
 from tests.prediction.streamlined_oracle import F64, mlp_by_loops
@@ -21,8 +21,7 @@ def factored(tangent, precision=0.7, scale=2.0):
         _, outputs, inputs = block.matrix_shape
         alpha, gamma = torch.rand(1, inputs, dtype=F64), torch.rand(1, outputs, dtype=F64)
         bases = [torch.linalg.qr(torch.randn(1, n, n, dtype=F64))[0] for n in (inputs, outputs)]
-        kronecker = KroneckerFactors(*bases, alpha, gamma, torch.ones(1, dtype=torch.int64))
-        structures[block.name] = KroneckerBlock(kronecker.products(), kronecker)
+        structures[block.name] = KroneckerBlock.of_factors(*bases, alpha, gamma, torch.ones(1, dtype=torch.int64))
         level = (alpha.mean() * gamma.mean() * scale).sqrt()
         diagonals = (alpha[0] / alpha.mean() * level).diag(), (gamma[0] / gamma.mean() * level).diag()
         factors[block.name] = [b[0] @ d @ b[0].T for b, d in zip(bases, diagonals, strict=True)]

@@ -117,7 +117,7 @@ def test_kronecker_files_keep_factors_and_count(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3)).double().eval()
     fitted = lw.fit(model, [(X.double(), Y)], lw.EKFAC(), prior_precision=1.0)
     fitted.save(tmp_path / "p")
-    factors = lw.load(tmp_path / "p", model).covariance.structures["0"].factors
+    factors = lw.load(tmp_path / "p", model).covariance.structures["0"]
     inputs = torch.cat([X.double(), torch.ones(8, 1)], 1)
     basis = factors.inputs[0]
     torch.testing.assert_close(basis * factors.input_eigenvalues[0] @ basis.T, inputs.T @ inputs)

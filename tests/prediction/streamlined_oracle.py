@@ -17,7 +17,6 @@ from lapwing.covariance import (
     DiagonalBlock,
     ExplicitBasis,
     KroneckerBlock,
-    KroneckerFactors,
     LowRank,
     LowRankWithResidual,
 )
@@ -82,7 +81,7 @@ def structure(block, kind):
         return DenseBlock(*torch.linalg.eigh(psd(block.size)))
     bases = [torch.linalg.qr(torch.randn(groups, n, n, dtype=F64))[0] for n in (inputs, outputs)]
     ones = torch.ones(groups, inputs, dtype=F64), torch.ones(groups, outputs, dtype=F64), torch.tensor([1])
-    return KroneckerBlock(torch.rand(groups, outputs, inputs, dtype=F64), KroneckerFactors(*bases, *ones))
+    return replace(KroneckerBlock.of_factors(*bases, *ones), eigenvalues=torch.rand(groups, outputs, inputs, dtype=F64))
 
 
 def build(tangent, kind, scale=3.0):

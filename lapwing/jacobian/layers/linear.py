@@ -20,13 +20,27 @@ from .use import BatchAxis, Use, Watched, aten, by_name, outer_jacobian, registe
 
 
 class LinearUse(Use):
-    """`out = a Wᵀ + b` over the last dimension, at any number of positions."""
+    """`out = a Wᵀ + b` over the last dimension, at any number of positions.
+
+    The weight may be the transpose of a watched parameter: `x @ W.T`, `F.linear(x, W.t())`.
+    """
 
     family = "linear"
     is_product = True
     features = -1
 
-    def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    def __init__(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        watched: Watched = lambda _: True,
+    ) -> None:
+        base = None if watched(weight) else weight._base
+        turned = base is not None and weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]
+        if base is not None and turned and watched(base):
+            self.view, weight, transposed = weight, base, not transposed
         super().__init__(inputs, weight, bias)
         self.transposed = transposed
         self.sample_dims = inputs.ndim - 1
@@ -61,28 +75,18 @@ class LinearUse(Use):
         return outer_jacobian(part, a.shape[1:-1], (samples, len(g)), layout, roles, dtype, limit)
 
 
-def _use(inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, watched: Watched) -> LinearUse:
-    """Returns the use of a weight, or of the parameter whose transpose it is: `x @ W.T`, `F.linear(x, W.t())`."""
-    base = None if watched(weight) else weight._base
-    if base is None or not watched(base) or weight.shape != base.shape[::-1] or weight.stride() != base.stride()[::-1]:
-        return LinearUse(inputs, weight, bias, transposed)
-    use = LinearUse(inputs, base, bias, not transposed)
-    use.view = weight
-    return use
-
-
 def _linear(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     if kwargs or len(args) != 3:
         named = by_name(("input", "weight", "bias"), args, kwargs)
         args = named["input"], named["weight"], named.get("bias")
     inputs, weight, bias = args
-    return _use(inputs, weight, bias, False, watched) if inputs.ndim > 1 and weight.ndim == 2 else None
+    return LinearUse(inputs, weight, bias, False, watched) if inputs.ndim > 1 and weight.ndim == 2 else None
 
 
 def _addmm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     if kwargs or len(args) != 3 or args[0].ndim != 1 or args[0].shape[0] != args[2].shape[-1]:
         return None
-    return _use(args[1], args[2], args[0], True, watched)
+    return LinearUse(args[1], args[2], args[0], True, watched)
 
 
 def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
@@ -90,7 +94,7 @@ def _matmul(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
         return None
     left, right = args
     if right.ndim == 2 and not watched(left):
-        return _use(left, right, None, True, watched)
+        return LinearUse(left, right, None, True, watched)
     letters = "abcdefgh"[: max(left.ndim, right.ndim) - 2]  # one for each batch dimension, counted from the last
     first, second = (letters[len(letters) + 2 - one.ndim :] for one in args)
     return einsum_use(f"{first}ij,{second}jk->{max(first, second, key=len)}ik", left, right, watched)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from ...linalg import joined, total
 from ..jacobian import Rows
-from ..plain_functions import batch_norm, instance_norm
 from ..strips import at, boxes
 from .use import BatchAxis, Reader, Use, Watched, aten, by_name, register_reader
 
@@ -173,9 +172,9 @@ def _elementwise(family: Literal["scale", "shift"]) -> Reader:
 register_reader(_over_last(F.layer_norm, "weight", "bias", "eps"), F.layer_norm, aten.layer_norm.default)
 register_reader(_over_last(F.rms_norm, "weight", "eps"), F.rms_norm)
 register_reader(_group_norm, F.group_norm, aten.group_norm.default)
-register_reader(_batch_norm, batch_norm)
+register_reader(_batch_norm, F.batch_norm)
 register_reader(_exported_batch_norm, aten.batch_norm.default)
-register_reader(_instance_norm, instance_norm)
+register_reader(_instance_norm, F.instance_norm)
 register_reader(_prelu, F.prelu, torch.prelu)
 register_reader(_elementwise("scale"), torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, aten.mul.Tensor)
 register_reader(_elementwise("shift"), torch.add, torch.Tensor.add, torch.Tensor.__add__, aten.add.Tensor)

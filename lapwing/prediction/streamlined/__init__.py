@@ -23,7 +23,7 @@ from ...linalg import is_finite
 from ...network.call import finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
-from ...network.refusals import check_layers
+from ...network.gate import check_layers
 from ...options import Rule, option
 from ...tangent import MemoryNeed, Tangent
 from ..way import Way

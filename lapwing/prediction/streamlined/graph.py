@@ -22,7 +22,7 @@ from ...data.batches import copied, tree
 from ...data.inputs import Inputs
 from ...errors import LapwingError
 from ...network.call import CallModule
-from ...network.module_state import modules_of
+from ...network.eager import modules_of
 from ...tangent import Tangent
 from .operations import named
 
