@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2162, functions=350, classes=55, files=63),
-    "fit with its default tuning": Ran(lines=2633, functions=428, classes=71, files=76),
+    "fit with a given prior": Ran(lines=2158, functions=344, classes=55, files=63),
+    "fit with its default tuning": Ran(lines=2629, functions=422, classes=71, files=76),
     "first prediction": Ran(lines=1027, functions=167, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

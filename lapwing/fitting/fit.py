@@ -147,11 +147,10 @@ def fit(
         check_memory(choice.method, choice.sizes)
         choice.log_default(options)
         problem = _problem(options, choice, data, runner)
-        file.open(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+        with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
             data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
             tune=[problem.traces_wanted, data.prefixes],
-        )  # fmt: skip
-        with file:
+        ):  # fmt: skip
             posterior = _run_and_tune(options, choice.method, problem, data, runner)
         data.warn_of_samples(options, runner.size_if_known())
         return posterior

@@ -179,6 +179,7 @@ class IteratePass(ABC, Generic[S]):
     """
 
     label: str  # name of the pass on the progress bar
+    limit: ClassVar[None] = None  # it may read all samples
     steps: int  # maximum number of steps
 
     @abstractmethod
