@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.samples import Samples
+from ..data.inputs import Samples
 from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
@@ -78,13 +78,6 @@ def check_batch(tangent: Tangent, likelihood: Likelihood, samples: Samples) -> t
     rows = Batch.of(tangent, samples).rows()
     likelihood.check(rows["outputs"], rows["targets"])
     return rows["outputs"], rows["targets"]
-
-
-def check_memory(method: Method, shape: FitShape) -> None:
-    """Raises if the fit needs more memory than there is."""
-    advice = advice_on_memory(method, shape)
-    if advice is not None:
-        raise LapwingError(advice)
 
 
 def advice_on_memory(method: Method, shape: FitShape) -> str | None:

@@ -42,11 +42,6 @@ class Choice:
     prior: Prior
     reason: str | None  # why this is the default, and how to choose another; None if the user named the method
 
-    @property
-    def tangent(self) -> Tangent:
-        """The surveyed network."""
-        return self.sizes.tangent
-
     def log_default(self, options: FitOptions) -> None:
         """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
         if self.reason is not None:
@@ -55,7 +50,7 @@ class Choice:
             self._warn_if_frozen()
 
     def _warn_if_frozen(self) -> None:
-        model = self.tangent.model
+        model = self.sizes.tangent.model
         if not any(part.requires_grad for part in model.parameters()):
             log.warning(
                 "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..data.data import Data
-from ..data.loaders import check_data_size
-from ..data.samples import Samples, checked
+from ..data.data import Data, check_data_size
+from ..data.inputs import Samples, checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood

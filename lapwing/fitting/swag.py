@@ -14,9 +14,8 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.inputs import Inputs
+from ..data.inputs import Inputs, checked
 from ..data.progress import tracked, with_progress
-from ..data.samples import checked
 from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype, seeded_torch

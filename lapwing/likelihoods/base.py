@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -80,6 +80,10 @@ class Likelihood(Options, ABC, Generic[P]):
     """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
     logit_map: tuple[float, ...] = ()
     """Rows [W, b] of the affine map of the logits in predictions; () means none."""
+    regressions: ClassVar[Mapping[Any, Any]] = {}
+    """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
+    head_numbers: ClassVar[Mapping[str, tuple[float | None, ...]]] = {}
+    """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Resets the inherited `fisher_parts` of a class that defines only a new `fisher_root`."""
@@ -91,11 +95,6 @@ class Likelihood(Options, ABC, Generic[P]):
     def default_link(self) -> Link:
         """The link for a Gaussian latent if `predict` gets None."""
         return self.links[0]()
-
-    @property
-    def head_numbers(self) -> dict[str, tuple[float | None, ...]]:
-        """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
-        return {}
 
     def open_heads(self, outputs: int) -> Iterable[Any]:
         """Returns the keys in `heads` of the outputs whose residuals decide a noise before the curvature is formed."""
@@ -231,11 +230,6 @@ class Likelihood(Options, ABC, Generic[P]):
             link: an instance of one of `links`. None means `default_link`, or for weight draws their average.
             generator: random generator for links that draw; None means seed 0.
         """
-
-    @property
-    def regressions(self) -> dict[Any, Any]:
-        """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
-        return {}
 
     def columns(self, key: Any, outputs: int) -> Any:
         """Returns the indices of a part's outputs, for C outputs in all."""

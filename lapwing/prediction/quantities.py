@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..covariance import Covariance, without_spread
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
-from ..data.frames import Columns, as_inputs, as_loader, ordered
+from ..data.frames import Columns, as_inputs, as_loader
 from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
@@ -105,7 +105,7 @@ def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Input
     """Returns one batch of inputs, checked and on the device of the network. Raises for a loader and `lw.Uncertain`."""
     if isinstance(x, Inputs) and x.checked:
         return x
-    inputs = as_inputs(ordered(x, columns), tangent.model)
+    inputs = as_inputs(x, tangent.model, columns)
     if batches.is_loader(inputs):
         raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
     return tangent.check(prepared(inputs, tangent.device))
@@ -142,7 +142,7 @@ def quantity(
             f"posterior.of(..., {shown(data)}) needs an iterable of batches. Write posterior.of(lambda f, batch: "
             "f(batch[0]).sum(0), [(x,)]) for inputs x without targets, or (x, y) for a data set with targets."
         )
-    loader = None if data is None else as_loader(ordered(data, columns), tangent.model)
+    loader = None if data is None else as_loader(data, tangent.model, columns)
     if loader is not None:
         batches.check_loader(loader, "posterior.of")
     _check_arguments(function, 1 if loader is None else 2)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance
-from ..data.data import Data
-from ..data.loaders import other_size
+from ..data.data import Data, other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
 from ..likelihoods.targets import any_counts, no_targets_error

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..covariance import has_positions, is_selected
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import ordered
 from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
@@ -166,7 +165,7 @@ def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     """Returns a way, fitted to these inputs, times the factor that gives it the mean variance of another way."""
     wanted = doubled(posterior.latent(x, to).variance)
     tangent = posterior.tangent
-    via = via.fitted(tangent, posterior.covariance, first_inputs(tangent, ordered(x, posterior.columns)))
+    via = via.fitted(tangent, posterior.covariance, first_inputs(posterior, x))
     found = doubled(posterior.latent(x, via).variance)
     if wanted.shape != found.shape:
         raise LapwingError(
