@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2145, functions=335, classes=55, files=60),
-    "fit with its default tuning": Ran(lines=2613, functions=412, classes=70, files=72),
+    "fit with a given prior": Ran(lines=2137, functions=332, classes=55, files=60),
+    "fit with its default tuning": Ran(lines=2605, functions=409, classes=70, files=72),
     "first prediction": Ran(lines=1027, functions=165, classes=39, files=46),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

@@ -46,16 +46,15 @@ def as_loader(data: Any, network: Any, columns: Columns = ()) -> Any:
         raise _no_data(data)
     for part in data if type(data) is tuple else (data,):
         _check_no_numbers(part)
-    dtype = _dtype(network)
     if _is_map_style(data):
         if not len(data):
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
         generator = torch.Generator()  # a loader without one draws from the user's
-        return DataLoader(data, BATCH, collate_fn=partial(_collated, dtype=dtype), generator=generator)
+        return DataLoader(data, BATCH, collate_fn=partial(_collated, dtype=_dtype(network)), generator=generator)
     if _is_whole(data):
-        return _cut(data, dtype)
+        return _cut(data, _dtype(network))
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
-        return [_tensors(batch, dtype) for batch in data]
+        return [with_tensors(batch, network) for batch in data]
     return data
 
 

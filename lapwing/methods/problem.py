@@ -52,10 +52,6 @@ class Scale:
         """`N/τ`, the sum of the weights of all samples in the log likelihood."""
         return self.data_size / self.temperature
 
-    def at(self, noise_variance: Any) -> Scale:
-        """Returns the scale at another noise variance."""
-        return replace(self, noise_variance=noise_variance)
-
 
 def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Returns the likelihood's root (B, C, R) at outputs (B, C), or with a generator one random column (B, C, 1)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,7 @@ class LogEvidence:
         """
         noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
         fit = self.scale.of_likelihood * self.likelihood.log_likelihood(self.statistics, noise)
-        scale = self.scale.at(noise).of_curvature / factor
+        scale = replace(self.scale, noise_variance=noise).of_curvature / factor
         value = fit - factor * (precision * self.distance).sum() / 2
         value = value - self.covariance.log_det_ratio(precision, scale).to(value) / 2
         return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value

@@ -157,7 +157,7 @@ class Posterior(Displayed, Generic[P]):
         """Returns the posterior at another prior precision (n_blocks,) and noise variance, with the same curvature."""
         likelihood = self.likelihood.with_noise_variance(noise_variance)
         assert not likelihood.needs_noise  # σ² = None would count as 1
-        scale = self.scale.at(noise_variance).of_curvature
+        scale = replace(self.scale, noise_variance=noise_variance).of_curvature
         covariance = self._prior_covariance("prior precision").with_prior(precision, scale)
         return replace(
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..data.data import Data
+from ..data.data import Data, other_size
 from ..errors import LapwingError, shown
 from ..files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..methods.state import DataSummary, State
@@ -71,7 +71,7 @@ class NoCheckpoint:
         """Holds the passes of the fit."""
         yield
 
-    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
+    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
         """Returns the state at the start of a pass."""
         return fresh
 
@@ -93,6 +93,7 @@ class Checkpoint(NoCheckpoint):
         self._fit: dict[str, Any] = {}
         self._passes: list[Saved] = []  # finished in this call or an earlier one
         self._left: list[Saved] = []  # from the file, not yet used
+        self._known: int | None = None  # number of samples, if the data need not be read for it
         self._batches, self._time = 0, time.monotonic()
 
     @contextmanager
@@ -107,6 +108,7 @@ class Checkpoint(NoCheckpoint):
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
         size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
         self._fit = {**describe(), **fingerprint_of(surveyed), "the first batch": first, **size}
+        self._known = data.known_size
         self._left = ranks.on_first("the checkpoint", self._read)
         try:
             yield
@@ -146,14 +148,22 @@ class Checkpoint(NoCheckpoint):
             )
         return passes
 
-    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
-        """Returns the saved state of the next pass, or `fresh`, its state at the start, if the file has no more."""
+    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
+        """Returns the saved state of the next pass, or `fresh`, its state at the start, if the file has no more.
+
+        The generator gets the state that it had when the file was written.
+        """
         if not self._left:
             return fresh
         saved = self._left.pop(0)
         if saved[0] != label:
             raise self._damaged()
-        state = _restored(saved[1], fresh, device)
+        state = _restored(saved[1], fresh, generator.device)
+        size = state.size or state.start
+        if self._known is not None and size > self._known:
+            raise other_size(self._known, "now", size)
+        assert state.generator is not None  # `keep` saves it
+        generator.set_state(state.generator)
         if state.finished:
             self._passes.append(saved)
         log.info("The fit continues from %s, after %d batches of '%s'.", self.path, state.batches, label)

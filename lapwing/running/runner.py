@@ -140,7 +140,11 @@ class Runner:
 
         def through() -> None:  # if the device runs out of memory, this is called again with shorter chunks
             problem.root.generator.set_state(drawn)
-            self._at = self._begin(step, before, problem)
+            self._at = self._checkpoint.resumed(
+                step.label,
+                replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False),
+                problem.root.generator,
+            )
             if not self._at.finished:
                 if collects:
                     self._at.summary = self._at.sums.summary
@@ -156,17 +160,6 @@ class Runner:
             self._end(step, problem, collects)
         sums, self._at.sums = self._at.sums, PassSums()
         return sums
-
-    def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
-        """Returns the state at the start of a pass, or the state in the checkpoint."""
-        at = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
-        at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
-        size, known = at.size or at.start, self._data.known_size
-        if known is not None and size > known:
-            raise other_size(known, "now", size)
-        if at.generator is not None:
-            problem.root.generator.set_state(at.generator)
-        return at
 
     def _sum(self, step: SumPass[Any], problem: Problem, collects: bool, advance: Advance) -> None:
         """Adds all batches to the sums; with `collects` also the likelihood statistics that the fit needs."""
