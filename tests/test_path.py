@@ -43,14 +43,14 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2137, functions=332, classes=55, files=60),
-    "fit with its default tuning": Ran(lines=2605, functions=409, classes=70, files=72),
-    "first prediction": Ran(lines=1027, functions=165, classes=39, files=46),
+    "fit with a given prior": Ran(lines=2135, functions=328, classes=55, files=59),
+    "fit with its default tuning": Ran(lines=2603, functions=405, classes=70, files=71),
+    "first prediction": Ran(lines=1022, functions=164, classes=39, files=45),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
 
-SPLITS = 5
-"""The most batches that the fit with a given prior parses: the first look, and each batch of the list once."""
+SPLITS = 4
+"""The most batches that the fit with a given prior parses: each batch of the list once, also for the first look."""
 
 CALLS_OUTSIDE_PASSES = 5
 """The most calls of the network in the fit with a given prior, in addition to one for each batch of its one pass."""

@@ -186,9 +186,9 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 
 LINES = {
     "__init__": 91, "environment": 100, "errors": 155, "options": 193, "files": 194, "linalg": 477, "ranks": 205,
-    "data": 1353, "jacobian": 2429, "network": 3322, "tangent": 1452, "covariance": 2742, "likelihoods": 5369,
-    "prediction": 5144, "methods": 4773, "running": 581, "posterior": 1888, "tuning": 3736, "fitting": 2717,
-    "deployment": 1014, "evaluation": 1731, "integrations": 1185, "display": 68, "cli": 227, "__main__": 8,
+    "data": 1353, "jacobian": 2429, "network": 3322, "tangent": 1452, "covariance": 2742, "likelihoods": 5363,
+    "prediction": 5138, "methods": 4773, "running": 581, "posterior": 1886, "tuning": 3735, "fitting": 2689,
+    "deployment": 1013, "evaluation": 1730, "integrations": 1185, "display": 68, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 

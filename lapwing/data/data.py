@@ -126,7 +126,7 @@ class Data:
         for batch in iterator:
             if isinstance(loader, IterableDataset) and not _is_batch(batch):
                 break
-            samples = Samples.of(batches.copied(batch), self.weighted)
+            samples = self._listed[0] if self._listed else Samples.of(batches.copied(batch), self.weighted)
             if samples.count:
                 return samples
             raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")

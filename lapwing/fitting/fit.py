@@ -30,8 +30,7 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
-from .checks import advice_on_memory, outputs_of_first_batch
-from .choice import Choice, choose, classifies
+from .choice import Choice, advice_on_memory, choose, classifies, outputs_of_first_batch
 from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -144,7 +143,8 @@ def fit(
             return checked(continued(options, options.prior, model, loader, file))
         data = FitData.of(options, model, loader)
         data.warn(options)
-        runner = Runner(data.training, data.prefixes, options.data_size, file)
+        prefixes = 0 if data.tune is None else data.tune.prefixes
+        runner = Runner(data.training, prefixes, options.data_size, file)
         choice = choose(options, data, runner.count, runner.size_if_known() or data.first.count)
         advice = advice_on_memory(choice.method, choice.sizes)
         if advice is not None:
@@ -153,7 +153,7 @@ def fit(
         problem = _problem(options, choice, data, runner)
         with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
             data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
-            tune=[problem.traces_wanted, data.prefixes],
+            tune=[problem.traces_wanted, prefixes],
         ):  # fmt: skip
             posterior = _run_and_tune(options, choice.method, problem, data, runner)
         data.warn_of_samples(options, runner.size_if_known())

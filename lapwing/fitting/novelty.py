@@ -24,7 +24,6 @@ from ..display import warns_once
 from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..likelihoods import Likelihood
-from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import doubled, placed
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
@@ -320,7 +319,7 @@ def doubt(posterior: Posterior, x: Any, via: Way | None = None) -> Tensor:
 
 def doubt_of(likelihood: Likelihood, latent: AnyLatent) -> Tensor:
     """Returns the mutual information of y and the latent in nats, (B, ...)."""
-    return predicted(likelihood, latent).uncertainty("mutual_information")
+    return likelihood.predicted(latent).uncertainty("mutual_information")
 
 
 def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:

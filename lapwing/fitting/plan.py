@@ -24,8 +24,7 @@ from ..network.probe import PROBED_SAMPLES
 from ..running.runner import Runner
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
-from .checks import advice_on_memory, check_batch
-from .choice import choose
+from .choice import advice_on_memory, check_batch, choose
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
 from .registry import METHODS

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, cast
 
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, is_selected
+from ..covariance import AnyLatent, has_positions, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
@@ -22,6 +22,7 @@ from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
 from ..options import Options
 from .links import ExactLink, Link, SampledLink, at_least_float32
+from .prediction_at_positions import PredictionAtPositions
 from .predictions import P
 from .quadrature import weighted_log_power_mean
 
@@ -253,6 +254,19 @@ class Likelihood(Options, ABC, Generic[P]):
     ) -> P:
         """Returns the distribution of y (B T, C) at all positions."""
         return self.predict(latent.rows, link, generator)
+
+    def predicted(
+        self,
+        latent: AnyLatent,
+        link: Link | None = None,
+        generator: torch.Generator | None = None,
+        features: Tensor | None = None,
+    ) -> P:
+        """Returns `predict`, with the noise `at_features`, and with positions in the shape of the outputs."""
+        if not has_positions(latent):
+            return self.at_features(self.predict(latent, link, generator), features)
+        rows = self.at_features(self.predict_positions(latent, link, generator), features)
+        return cast(P, PredictionAtPositions(rows, latent))  # with the attributes of P
 
     def log_power_mean(
         self,

@@ -74,14 +74,14 @@ def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
     return float(torch.autograd.grad(ratio, scale)[0]) * covariance.scale
 
 
-def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Tensor:
+def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Tensor:
     """Returns `1/2 gᵀΣg`, the evidence at the mode of the linearised model minus the evidence at θ̂."""
     gradient = log_joint_gradient(posterior, loader, sample_weights)
     product = posterior.covariance.mv(gradient)
     return doubled(total((gradient[name] * product[name]).sum() for name in gradient)) / 2
 
 
-def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:
+def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Vectors:
     """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) by block, by one pass over the data."""
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
     data = Data.of(loader, posterior, sample_weights)

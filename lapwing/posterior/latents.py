@@ -42,9 +42,8 @@ def latents_of(
     x = as_inputs(x, tangent.model, posterior.columns)
 
     def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
-        inputs = prepared(batch, tangent.device)
-        latent = latent_of_batch(tangent, posterior.covariance, inputs, via, joint).with_checks()
-        return latent, None if layer is None else _features(tangent, layer, inputs)
+        latent = latent_of_batch(tangent, posterior.covariance, batch, via, joint).with_checks()
+        return latent, None if layer is None else _features(tangent, layer, batch)
 
     if not batches.is_loader(x):
         return [one(x)]
@@ -55,7 +54,7 @@ def latents_of(
 
 
 @outside_modes
-def _features(tangent: Tangent, layer: str, inputs: Inputs) -> Tensor:
+def _features(tangent: Tangent, layer: str, inputs: Any) -> Tensor:
     return features_at(tangent, layer, prepared(inputs, tangent.device).certain)
 
 

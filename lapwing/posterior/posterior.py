@@ -17,7 +17,6 @@ from ..data.progress import with_progress
 from ..display import Displayed, warns_once
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
-from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_draws
 from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
@@ -332,7 +331,7 @@ class Posterior(Displayed, Generic[P]):
         if self.aim is not None:
             rows = parts[0][0].rows if has_positions(parts[0][0]) else parts[0][0]
             link = self.aim.link_for(via, link, likelihood, rows, linear=self.tangent.treats_output_alone)
-        found: Any = [predicted(likelihood, latent, link, generator, features) for latent, features in parts]
+        found: Any = [likelihood.predicted(latent, link, generator, features) for latent, features in parts]
         return found[0] if len(found) == 1 else found
 
     @warns_once

@@ -207,10 +207,9 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
 
 
 def _of_weights(
-    tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool, selection: Selection | None
+    tangent: Tangent, covariance: Covariance, checked: Inputs, joint: bool, selection: Selection | None
 ) -> Latent | JointLatent:
-    """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
-    checked = tangent.check(inputs)
+    """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs that have passed the gate."""
     if joint:
         return _joint(tangent, covariance, checked, selection)
     # a last layer computes all outputs at once in its eigenbasis

@@ -20,7 +20,6 @@ from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.predictions import tails_of
 from ..linalg import check_draws, is_finite, psd_root, row_products, seeded, total
 from ..network.eager import native, own_parameters, parameters_of
@@ -215,7 +214,7 @@ def noise_of(tangent: Tangent, likelihood: Likelihood, rows: Tensor, places: Pla
     layer = likelihood.features_read
     features = None if layer is None else features_at(tangent, layer, inputs)
     latent = LatentAtPositions(latent, places) if places.sizes else latent
-    prediction: Any = predicted(likelihood, latent, features=features)
+    prediction: Any = likelihood.predicted(latent, features=features)
     prediction = prediction.rows if places.sizes else prediction
     heads = prediction.values() if isinstance(prediction, Mapping) else [prediction]
     noises = [h.aleatoric_variance if hasattr(h, "aleatoric_variance") else h.probs * (1 - h.probs) for h in heads]

@@ -16,7 +16,6 @@ from ..data.data import Data
 from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
-from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
 from ..network.entry import outside_modes
@@ -191,7 +190,7 @@ def _score_of(
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
             else:
-                prediction = predicted(likelihood, scaled, link, None, features)
+                prediction = likelihood.predicted(scaled, link, None, features)
                 values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)
                 rows += [] if uniform is None else [uniform]
             total += float(values.sum())
