@@ -35,7 +35,7 @@ from lapwing.methods.passes import Batch
 from lapwing.methods.prior import Prior
 from lapwing.methods.problem import FisherRoot, Problem, Seen
 from lapwing.methods.state import DataSummary
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from lapwing.tangent import Tangent
 from papers.common.data import images
 from papers.common.networks import cifar_resnet20
@@ -179,7 +179,7 @@ def stand_in(tangent: Tangent) -> Blockwise:
 
 def predict(tangent: Tangent, covariance: Covariance, x: Tensor) -> Tensor:
     """Returns the covariances (B, C, C) of the outputs."""
-    latent: Any = lw.Linearized().latent(tangent, covariance, parsed(x), joint=False)
+    latent: Any = lw.Linearized().latent(tangent, covariance, prepared(x), joint=False)
     return latent.covariance
 
 

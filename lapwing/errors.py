@@ -101,11 +101,6 @@ def is_positive(value: Any) -> bool:
         return False
 
 
-def is_whole(value: Any, low: int, high: float = 2**63) -> bool:
-    """Whether a value is an `int` (not a bool, not of NumPy) from `low` to below `high`."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
-
-
 def plain_numbers(value: Any) -> Any:
     """Converts a dense array or tensor to nested lists; returns any other value unchanged."""
     try:

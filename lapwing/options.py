@@ -20,7 +20,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
-from .errors import LapwingError, is_one_of, is_positive, is_whole, plain_numbers, shown
+from .errors import LapwingError, is_one_of, is_positive, plain_numbers, shown
 
 INT64_LIMIT = 2**63  # 64-bit integers are smaller
 
@@ -36,11 +36,6 @@ class Rule:
     def or_else(self, other: Rule) -> Rule:
         """Accepts what either rule accepts, without conversion."""
         return Rule(lambda value: self.accepts(value) or other.accepts(value), f"{self.text} or {other.text}")
-
-
-def at_least(low: int, below: float = inf) -> Rule:
-    """Accepts whole numbers from `low` to below `below`."""
-    return Rule(lambda value: is_whole(value, low, below), f"a whole number of at least {low}")
 
 
 def positive(limit: float = inf) -> Rule:
@@ -80,6 +75,11 @@ def integer(low: int, below: int = INT64_LIMIT, text: str | None = None) -> Rule
         return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) < below
 
     return Rule(accepts, text or f"an integer from {low} to {below - 1}", int)
+
+
+def at_least(low: int) -> Rule:
+    """Accepts integers of 64 bits from `low`."""
+    return integer(low, text=f"a whole number of at least {low}")
 
 
 SEED = integer(0, text="a whole number from 0 to 2**63 - 1")

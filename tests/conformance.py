@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.methods import DataSummary, FisherRoot, Problem, Seen
 from lapwing.methods.prior import Prior
-from lapwing.methods.problem import root_positions
 from lapwing.tangent import Block, Tangent
 from tests import oracle
 from tests.pretended_device import Device
@@ -251,7 +250,7 @@ def problem_of(
     tangent: Tangent, likelihood: lw.Likelihood, y: Tensor, prior_mean: float = 0.0, **options: Any
 ) -> Problem:
     """Returns the inputs of a method after data with these targets, with prior precision 2."""
-    root, n = FisherRoot(likelihood, tangent.outputs, torch.Generator(), root_positions(tangent)), len(y)
+    root, n = FisherRoot.of(tangent, likelihood, 0), len(y)
     prior = Prior.read(tangent, 2.0, prior_mean)
     return Problem(tangent, likelihood, root, prior, True, 0, read=Seen(n, DataSummary(n)), **options)
 

@@ -23,7 +23,11 @@ BATCH = 100
 """Number of samples per batch if lapwing cuts the data. Batches that exceed the memory budget are cut again."""
 
 
-def as_loader(data: Any, network: Any) -> Any:
+Columns = tuple[tuple[str, ...], ...]
+"""Names of the columns of each frame of the training data that has several columns, all with strings as names."""
+
+
+def as_loader(data: Any, network: Any, columns: Columns = ()) -> Any:
     """Returns a loader for training or held-out data, or raises a LapwingError if they cannot be used.
 
     - A tuple `(x, y)` or `(x_1, ..., x_k, y)`, or a dict with one of the label keys, of tensors, arrays or frames, is
@@ -33,24 +37,24 @@ def as_loader(data: Any, network: Any) -> Any:
     - Other data are returned unchanged.
 
     Arrays of floats get the dtype of the network's weights, and a single array of inputs (B,) becomes a column (B, 1).
-    Tensors are never converted.
+    Tensors are never converted. Frames get their columns in the order of the fit's `columns`; () keeps theirs.
     """
     if isinstance(data, DataLoader):
         return data
+    data = _ordered(data, columns) if columns else data
     if isinstance(data, nn.Module) or hasattr(data, "train_dataloader"):
         raise _no_data(data)
     for part in data if type(data) is tuple else (data,):
         _check_no_numbers(part)
-    dtype = _dtype(network)
     if _is_map_style(data):
         if not len(data):
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
         generator = torch.Generator()  # a loader without one draws from the user's
-        return DataLoader(data, BATCH, collate_fn=partial(_collated, dtype=dtype), generator=generator)
+        return DataLoader(data, BATCH, collate_fn=partial(_collated, dtype=_dtype(network)), generator=generator)
     if _is_whole(data):
-        return _cut(data, dtype)
+        return _cut(data, _dtype(network))
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
-        return [_tensors(batch, dtype) for batch in data]
+        return [with_tensors(batch, network) for batch in data]
     return data
 
 
@@ -66,21 +70,14 @@ def _no_data(data: Any) -> LapwingError:
     )
 
 
-Columns = tuple[tuple[str, ...], ...]
-"""Names of the columns of each frame of the training data that has several columns, all with strings as names."""
-
-
 def columns_of(data: Any) -> Columns:
     """Returns the names of the columns of the frames in data, each order once."""
     return tuple(dict.fromkeys(names for part in pytree.tree_leaves(data) if (names := _names(part))))
 
 
-def ordered(data: Any, columns: Columns) -> Any:
-    """Returns data whose frames have their columns in the order of the fit, found by name; raises for other columns."""
-    return _ordered(data, columns) if columns and columns_of(data) else data
-
-
 def _ordered(data: Any, columns: Columns) -> Any:
+    """Returns data whose frames have their columns in the order of the fit, found by name; raises for other columns."""
+
     def one(part: Any) -> Any:
         names = _names(part)
         same = next((known for known in columns if sorted(known) == sorted(names)), None)
@@ -92,7 +89,7 @@ def _ordered(data: Any, columns: Columns) -> Any:
             )
         return part if same in (None, names) else part[list(same)]
 
-    return pytree.tree_map(one, data)
+    return pytree.tree_map(one, data) if columns_of(data) else data
 
 
 def _names(part: Any) -> tuple[str, ...]:
@@ -107,10 +104,14 @@ def check_data(data: Any, purpose: str) -> None:
         batches.check_loader(data, purpose)
 
 
-def as_inputs(x: Any, network: Any) -> Any:
-    """Returns inputs for prediction, without labels of a dict, or a loader of them; tensors instead of arrays."""
+def as_inputs(x: Any, network: Any, columns: Columns = ()) -> Any:
+    """Returns inputs for prediction, without labels of a dict, or a loader of them; tensors instead of arrays.
+
+    Frames are read as by `as_loader`.
+    """
     if isinstance(x, (Tensor, Inputs)):
         return x
+    x = _ordered(x, columns) if columns else x
     x = batches.inputs_of(x) if isinstance(x, Mapping) else x
     if isinstance(x, (tuple, Mapping)):
         return _tensors(x, _dtype(network), column=False)

@@ -24,7 +24,6 @@ from ..fitting import Novelty
 from ..fitting.novelty import doubt, doubt_of
 from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
 from ..likelihoods.classwise import CLASSES
-from ..likelihoods.prediction_at_positions import predicted
 from ..network.entry import outside_modes
 from ..options import check_argument, instance_of
 from ..posterior import Posterior
@@ -215,7 +214,7 @@ def _observing(
         )
 
     def prediction(latent: Latent, features: Tensor | None) -> Any:
-        return predicted(likelihood, latent.scaled(factor), chosen, features=features)
+        return likelihood.predicted(latent.scaled(factor), chosen, features=features)
 
     def results(latent: Latent, features: Tensor | None) -> dict[str, Tensor]:
         if chosen is None:

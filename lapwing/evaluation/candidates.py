@@ -20,7 +20,6 @@ from ..errors import LapwingError
 from ..fitting import Mixture
 from ..likelihoods import Likelihood, Prediction
 from ..likelihoods.inferred import inferred_likelihood
-from ..likelihoods.prediction_at_positions import predicted
 from ..network.call import Call, finite
 from ..network.positions import Positions
 from ..posterior import Posterior
@@ -111,7 +110,7 @@ def _network(
         rows = finite(layout.rows(outputs), likelihood.activation)
         batches.check_outputs(rows, "a batch of compare")
         places = layout.places(len(outputs), layout.sizes(outputs.shape))
-        return predicted(likelihood, LatentAtPositions(without_spread(rows), places), None, None)
+        return likelihood.predicted(LatentAtPositions(without_spread(rows), places), None, None)
 
     return Row(predict, forward, device, likelihood, columns)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import as_inputs, ordered
+from ..data.frames import as_inputs
 from ..data.progress import tracked, with_progress
 from ..errors import LapwingError, check_choice, check_flag, extra, shown
 from ..files import check_writable, replacing
@@ -241,7 +241,7 @@ def compare(
     notes += ["The weights of samples are ignored: every sample counts once."] if sample_weights else []
     for name, candidate in candidates.items():
         own = Data(loader, network, sample_weights, columns=candidate.columns)
-        inputs = {key: as_inputs(ordered(value, own.columns), network) for key, value in sets.items()}
+        inputs = {key: as_inputs(value, network, own.columns) for key, value in sets.items()}
         rows[name] = evaluated(candidate, tracked(own, name), inputs, repeats, label, (fit_seconds or {}).get(name))
         if name != base:
             continue

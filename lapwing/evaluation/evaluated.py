@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ..covariance import has_positions, without_spread
 from ..data import batches
-from ..data.inputs import Inputs
+from ..data.inputs import Inputs, Samples
 from ..data.progress import tracked
-from ..data.samples import Samples
 from ..errors import LapwingError, extra
 from ..likelihoods import Likelihood, Prediction
 from ..linalg import doubled

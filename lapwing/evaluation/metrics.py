@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..data.batches import check_dense
-from ..errors import LapwingError, extra, is_whole, shown
+from ..errors import LapwingError, extra, shown
 from ..linalg import doubled
+from ..options import integer
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def expected_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) ->
         0.3
     """
     probs, labels = checked_classes("expected_calibration_error", probs, labels)
-    if not is_whole(bins, 1, 2**24):
+    if not integer(1, 2**24).accepts(bins):
         raise LapwingError(
             f"expected_calibration_error sorts confidences into bins, and bins is {shown(bins)}. Pass an "
             "integer from 1 to 2**24: expected_calibration_error(probs, labels, bins=15)."

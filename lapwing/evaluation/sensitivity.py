@@ -21,7 +21,7 @@ from ..options import at_least, check_argument, positive
 from ..posterior import Posterior
 from ..prediction import Linearized, Uncertain, Way
 from ..prediction.propagation import certain_latent, untreated
-from ..prediction.uncertain import parsed
+from ..prediction.uncertain import prepared
 
 _SLOWED = 0.75
 """θ: if `weight` is None, the loss grows at 1 - θ of its speed without the pull towards smaller variances."""
@@ -142,7 +142,7 @@ def _start(candidate: Posterior | nn.Module, inputs: Any, variance: float) -> tu
     model = candidate.model if isinstance(candidate, Posterior) else candidate
     parameter = next(model.parameters(), None)
     given = Uncertain(inputs, variance) if isinstance(inputs, Tensor) else inputs
-    given = parsed(given, None if parameter is None else parameter.device)
+    given = prepared(given, None if parameter is None else parameter.device)
     place, start = next(iter(given.spreads.items()), (0, torch.zeros(0)))
     shape = given.leaves[place].shape
     if len(given.spreads) != 1 or start.shape != shape or not start.numel() or not bool((start > 0).all()):

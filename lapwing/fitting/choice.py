@@ -1,4 +1,7 @@
-"""The method of a fit: the user's, or the default, which their cost decides; and the network that it treats."""
+"""The method of a fit: the user's, or the default, which their cost decides; and the network that it treats.
+
+`choose` also checks that method, network, likelihood, tuning and data go together.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,33 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..errors import LapwingError
+from ..data.inputs import Samples
+from ..environment import memory_limit
+from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
+from ..likelihoods.inferred import check_logits
 from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
-from ..methods.prior import Prior
+from ..methods.passes import Batch
+from ..methods.prior import Prior, check_noise
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
 from ..network.probe import warn_of_idle
 from ..tangent import LastLayer, Tangent, everything, last_layer
+from ..tuning import Tuning
 from ..tuning.leave_one_out import MAX_EXPLICIT_WEIGHTS, MAX_WEIGHTS
-from .checks import check_fit
 from .fit_data import FitData
 from .options import FitOptions
 
 log = logging.getLogger("lapwing")
 
+FIRST = 256  # maximum number of samples of the first batch that show whether outputs suit the likelihood
 FULL_NUMBERS = 2**20  # maximum entries of the basis or covariance of `Full`; a prediction reads them for each output
 FULL_MULTIPLY_ADDS = 2**33  # maximum multiply-adds of a fit for which `Full` is the default: one to two seconds
 KFAC_OUTPUTS = 10  # maximum outputs for KFAC over all weights: a fit and a prediction take a backward pass for each
@@ -42,11 +51,6 @@ class Choice:
     prior: Prior
     reason: str | None  # why this is the default, and how to choose another; None if the user named the method
 
-    @property
-    def tangent(self) -> Tangent:
-        """The surveyed network."""
-        return self.sizes.tangent
-
     def log_default(self, options: FitOptions) -> None:
         """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
         if self.reason is not None:
@@ -55,7 +59,7 @@ class Choice:
             self._warn_if_frozen()
 
     def _warn_if_frozen(self) -> None:
-        model = self.tangent.model
+        model = self.sizes.tangent.model
         if not any(part.requires_grad for part in model.parameters()):
             log.warning(
                 "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
@@ -154,9 +158,10 @@ def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples
         warn_of_idle(tangent.model, tangent.reasons)  # as a survey for a named method does
     method = method or KFAC()
     sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
-    check_fit(method, sizes, data.tune, data.first, options.validation is not None)
-    prior = Prior.read(tangent, options.precision(count), options.prior_mean)
-    data.check_held_out(tangent)
+    _check_fit(method, sizes, data, options.validation is not None)
+    precision, decay = options.prior_precision, options.weight_decay
+    precision = precision if decay is None else (options.data_size or count()) * decay
+    prior = Prior.read(tangent, precision, options.prior_mean)
     return Choice(method, sizes, prior, reason)
 
 
@@ -164,3 +169,106 @@ def classifies(likelihood: Likelihood, tangent: Tangent) -> bool:
     """Whether the default is the last layer because targets are classes or labels."""
     with double_device(tangent.device):  # for tensors in the function of `lw.FromDistribution`
         return likelihood.classifies(tangent.outputs)
+
+
+def _check_fit(method: Method, shape: FitShape, data: FitData, validation: bool) -> None:
+    """Raises if the parts of a fit do not go together; `validation` says whether `validation=` was given."""
+    tangent, likelihood, tune = shape.tangent, shape.likelihood, data.tune
+    method.check(tangent, likelihood)
+    if likelihood.head_numbers and tangent.positions.several:
+        raise _heads_at_positions(min(likelihood.head_numbers), type(tangent.model).__name__)
+    if validation and method.chooses_temperature:
+        raise _tunes_itself(type(method).__name__)
+    if tune is not None:
+        tune.check(method, shape)
+    if likelihood.activation is not None:
+        rows = outputs_of_first_batch(tangent, likelihood, data.first)
+        if rows is not None:
+            check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
+    check_noise(likelihood, tangent)
+    for part in likelihood.regressions.values():
+        if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
+            raise _noise_is_given(part, tune)
+    if data.held_out is not None:
+        try:
+            data.held_out.check_keys(likelihood)
+            check_batch(tangent, likelihood, data.held_out.first)
+        except LapwingError as error:
+            raise LapwingError(f"The held-out data do not fit. {error}") from error
+
+
+def _heads_at_positions(key: Any, model: str) -> LapwingError:
+    return LapwingError(
+        f"The outputs of {model} have positions, which heads of lw.Joint have not. Fit one head at a time: [(x, "
+        f"y[{key!r}]) for x, y in loader], with forward=lambda model, x: model(x)[..., 0:2]."
+    )
+
+
+def _tunes_itself(method: str) -> LapwingError:
+    return LapwingError(
+        f"{method} tunes its temperature on the data of the fit, and validation= is not used. Write lw.fit(model, "
+        f"held_out, lw.{method}())."
+    )
+
+
+def _noise_is_given(likelihood: Any, tune: Tuning | None) -> LapwingError:
+    return LapwingError(
+        "noise='input' needs an open noise variance, and a tuning that fits it to residuals. This fit has "
+        f"noise_variance={shown(likelihood.noise_variance)} and tune={shown(tune)}. Leave both out, or write "
+        "likelihood=lw.Gaussian(noise='input') and validation=held_out."
+    )
+
+
+def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
+    """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
+    try:
+        return check_batch(tangent, likelihood, first.take(slice(0, FIRST)))
+    except LapwingError:  # the passes say why, with all targets of the batch
+        return None
+
+
+def check_batch(tangent: Tangent, likelihood: Likelihood, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Returns outputs (n, C) and targets by position; raises if the network or the likelihood does not accept them."""
+    samples = samples.to(tangent.device)
+    tangent.check(samples.inputs)
+    rows = Batch.of(tangent, samples).rows()
+    likelihood.check(rows["outputs"], rows["targets"])
+    return rows["outputs"], rows["targets"]
+
+
+def advice_on_memory(method: Method, shape: FitShape) -> str | None:
+    """Returns a sentence on the memory that is missing and what to use instead, or None if everything fits.
+
+    A method without a footprint is not checked. On a CPU all memory that this process may use counts, since other
+    processes may give theirs back. On a GPU the free memory counts.
+    """
+    tangent, footprint = shape.tangent, method.footprint(shape)
+    if footprint is None:
+        return None
+    available, where = _available(tangent.device) if footprint.peak > tangent.memory else (tangent.memory, "")
+    if footprint.peak <= available:
+        refusals = [need.refusal(tangent.memory) for need in footprint.needs]
+        return next((refusal for refusal in refusals if refusal is not None), None)
+    return _too_large(method, shape, footprint.peak, available, where)
+
+
+def _too_large(method: Method, shape: FitShape, peak: int, available: int, where: str) -> str:
+    """Returns the sentence for a method whose peak is above the available memory."""
+    instead = "Treat fewer weights: write params=lw.last_layer."
+    for other in (Diagonal(), KFAC()):
+        least = other.footprint(shape).peak
+        if least <= available:
+            line = f"lw.{type(other).__name__}(){', params=lw.last_layer' * shape.tangent.treats_output_alone}"
+            instead = f"Use {line}, which needs {least / 2**30:.3g} GiB."
+    return (
+        f"{shown(method)} needs {peak / 2**30:.3g} GiB for {shape.tangent.size} weights, and {where} "
+        f"{available / 2**30:.3g} GiB. {instead}"
+    )
+
+
+def _available(device: torch.device) -> tuple[int, str]:
+    """Returns the memory of a device in bytes, and its subject in a message."""
+    if device.type != "cuda":
+        return memory_limit(), "this process may use"
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached, "the GPU has free"

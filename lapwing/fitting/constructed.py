@@ -1,4 +1,4 @@
-"""Posteriors made from the passes of a method, or without `lw.fit` from a network and a known covariance."""
+"""Posteriors without `lw.fit`, from a network and a known covariance."""
 
 from __future__ import annotations
 
@@ -9,64 +9,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..covariance import Covariance, has_prior
+from ..covariance import Covariance
 from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data.batches import Forward
-from ..data.data import Data
-from ..data.loaders import check_data_size, other_size
+from ..data.data import Data, other_size
+from ..data.inputs import checked
 from ..data.progress import show_progress, tracked
-from ..data.samples import checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood, warn_of_misfit
-from ..methods import FitResult, Method, Problem
 from ..methods.passes import Batch
 from ..methods.prior import Prior
 from ..methods.state import DataSummary
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
-from ..running.runner import Runner
 from ..tangent import Tangent, join
-
-
-def posteriors_of(
-    runner: Runner, method: Method, problem: Problem, result: FitResult
-) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Returns the posteriors of all data and of their first parts, at the δ, σ² and T of the method, before tuning."""
-    tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
-    if result.noise_variance is not None:
-        likelihood = likelihood.with_noise_variance(result.noise_variance)
-    if result.logit_temperature is not None:
-        likelihood = likelihood.with_logit_temperature(result.logit_temperature)
-    if result.precision is not None:
-        prior = replace(prior, precision=result.precision, fixed=True)
-
-    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
-        given = likelihood if has_prior(covariance) else problem.likelihood
-        fitted = Posterior(
-            tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
-            samples=samples, data_factor=factor, temperature=problem.temperature,
-            method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
-            stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
-        )  # fmt: skip
-        settled = fitted.noise_fixed and has_prior(covariance)
-        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
-
-    summary, factor = result.summary, result.data_factor
-    if summary is None:
-        summary = runner.summary()
-        if problem.data_size is None:  # the steps of a method may have ended before the data
-            factor *= runner.count() / summary.samples
-    if problem.data_size is not None:
-        count = summary.samples if result.summary is None else runner.count()
-        check_data_size(problem.data_size, count)
-        factor *= problem.data_size / count
-    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
-    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
-    if parts and factor > 1:
-        parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
-    return whole, tuple(parts)
 
 
 def copied(model: nn.Module, method: str) -> nn.Module:

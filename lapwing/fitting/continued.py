@@ -26,8 +26,7 @@ def continued(options: FitOptions, former: Posterior, model: Any, loader: Any, c
     check_invertible(former)
     data = Data.of(loader, former, options.sample_weights)
     tangent = _surveyed(options, former.tangent, model, data.first.inputs, former.likelihood.activation)
-    checkpoint.open(data, options.described, tangent)
-    with checkpoint:
+    with checkpoint.opened(data, options.described, tangent):
         remedy = "Train the network longer on them, or fit without prior=, which tunes the noise variance again."
         whole = with_data(former, tangent, data, remedy, checkpoint)
     return replace(

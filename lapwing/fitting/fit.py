@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from .. import ranks
 from ..covariance import Covariance, has_prior
 from ..data.batches import Forward
+from ..data.data import check_data_size
 from ..data.progress import show_progress
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
-from ..posterior import Posterior
+from ..network.stamp import Stamp
+from ..posterior import MethodInfo, Posterior
 from ..posterior.tuned import checked, tuned
 from ..running.checkpoint import Checkpoint, NoCheckpoint
 from ..running.fingerprints import check_same_network
@@ -27,9 +30,7 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
-from .checks import check_memory, outputs_of_first_batch
-from .choice import Choice, choose, classifies
-from .constructed import posteriors_of
+from .choice import Choice, advice_on_memory, choose, classifies, outputs_of_first_batch
 from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -142,16 +143,18 @@ def fit(
             return checked(continued(options, options.prior, model, loader, file))
         data = FitData.of(options, model, loader)
         data.warn(options)
-        runner = Runner(data.training, data.prefixes, options.data_size, file)
+        prefixes = 0 if data.tune is None else data.tune.prefixes
+        runner = Runner(data.training, prefixes, options.data_size, file)
         choice = choose(options, data, runner.count, runner.size_if_known() or data.first.count)
-        check_memory(choice.method, choice.sizes)
+        advice = advice_on_memory(choice.method, choice.sizes)
+        if advice is not None:
+            raise LapwingError(advice)
         choice.log_default(options)
         problem = _problem(options, choice, data, runner)
-        file.open(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+        with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
             data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
-            tune=[problem.traces_wanted, data.prefixes],
-        )  # fmt: skip
-        with file:
+            tune=[problem.traces_wanted, prefixes],
+        ):  # fmt: skip
             posterior = _run_and_tune(options, choice.method, problem, data, runner)
         data.warn_of_samples(options, runner.size_if_known())
         return posterior
@@ -159,7 +162,7 @@ def fit(
 
 def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
     """Returns the inputs of the method, with noise ratios that the residuals show."""
-    tangent, prior, tune = choice.tangent, choice.prior, data.tune
+    tangent, prior, tune = choice.sizes.tangent, choice.prior, data.tune
     likelihood = data.with_residuals(tangent)
     if ranks.several():
         check_same_network(tangent.model)
@@ -174,8 +177,9 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
 def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: FitData, runner: Runner) -> Posterior:
     """Runs the passes of the method, and tunes what the user did not give; returns the checked posterior."""
     started, tune = time.perf_counter(), data.tune
-    result = runner.run(method, problem, _stop(method, problem, tune, runner))
-    posterior, parts = posteriors_of(runner, method, problem, result)
+    stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
+    result = runner.run(method, problem, stop)
+    posterior, parts = _posteriors_of(runner, method, problem, result)
     if options.names_no_method:
         rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
@@ -200,6 +204,45 @@ def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: F
     return posterior
 
 
+def _posteriors_of(
+    runner: Runner, method: Method, problem: Problem, result: FitResult
+) -> tuple[Posterior, tuple[Posterior, ...]]:
+    """Returns the posteriors of all data and of their first parts, at the δ, σ² and T of the method, before tuning."""
+    tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
+    if result.noise_variance is not None:
+        likelihood = likelihood.with_noise_variance(result.noise_variance)
+    if result.logit_temperature is not None:
+        likelihood = likelihood.with_logit_temperature(result.logit_temperature)
+    if result.precision is not None:
+        prior = replace(prior, precision=result.precision, fixed=True)
+
+    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+        given = likelihood if has_prior(covariance) else problem.likelihood
+        fitted = Posterior(
+            tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
+            samples=samples, data_factor=factor, temperature=problem.temperature,
+            method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
+            stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
+        )  # fmt: skip
+        settled = fitted.noise_fixed and has_prior(covariance)
+        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
+
+    summary, factor = result.summary, result.data_factor
+    if summary is None:
+        summary = runner.summary()
+        if problem.data_size is None:  # the steps of a method may have ended before the data
+            factor *= runner.count() / summary.samples
+    if problem.data_size is not None:
+        count = summary.samples if result.summary is None else runner.count()
+        check_data_size(problem.data_size, count)
+        factor *= problem.data_size / count
+    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
+    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
+    if parts and factor > 1:
+        parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
+    return whole, tuple(parts)
+
+
 def _tuned(
     tune: Tuning, posterior: Posterior, parts: tuple[Posterior, ...], data: FitData, runner: Runner
 ) -> Posterior:
@@ -213,14 +256,14 @@ def _tuned(
     return checked(tuned(tune, posterior, Training(data.training, parts, runner.count())), parts)
 
 
-def _stop(method: Method, problem: Problem, tune: Tuning | None, runner: Runner) -> Stop | None:
+def _stop(method: Method, problem: Problem, tune: Tuning, runner: Runner) -> Stop | None:
     """Returns the check that ends the curvature's pass, or None if the tuning needs the curvature of all data."""
-    falls = None if tune is None else tune.falls()
+    falls = tune.falls()
     if falls is None:
         return None
 
     def stop(covariance: Covariance, summary: DataSummary) -> bool:
-        whole, parts = posteriors_of(runner, method, problem, FitResult(covariance, summary=summary))
+        whole, parts = _posteriors_of(runner, method, problem, FitResult(covariance, summary=summary))
         part = next(part for part in parts if part.samples == summary.samples)
         return ranks.on_first("early stopping", lambda: falls(part, whole))
 

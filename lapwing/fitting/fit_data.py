@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..data.data import Data
-from ..data.loaders import check_data_size
-from ..data.samples import Samples, checked
-from ..errors import LapwingError
+from ..data.data import Data, check_data_size
+from ..data.inputs import Samples, checked
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import DataSummary
 from ..methods.passes import Batch
 from ..tangent import Tangent
 from ..tuning import Tuning, Validation
-from .checks import check_batch
 from .options import FitOptions
 
 log = logging.getLogger("lapwing")
@@ -82,21 +79,6 @@ class FitData:
         whole = {key: reduce(DataSummary.added, [part[key].mapped(Tensor.cpu) for part in parts]) for key in sums}
         totals = {key: summary.statistics for key, summary in whole.items()}
         return likelihood.with_residuals(totals) if all(totals.values()) else likelihood
-
-    @property
-    def prefixes(self) -> int:
-        """Number of first parts of the data (a half, a quarter, ...) whose posteriors the tuning needs."""
-        return 0 if self.tune is None else self.tune.prefixes
-
-    def check_held_out(self, tangent: Tangent) -> None:
-        """Raises if the network does not accept held-out inputs, or the likelihood their targets."""
-        if self.held_out is None:
-            return
-        try:
-            self.held_out.check_keys(self.likelihood)
-            check_batch(tangent, self.likelihood, self.held_out.first)
-        except LapwingError as error:
-            raise LapwingError(f"The held-out data do not fit. {error}") from error
 
     def warn(self, options: FitOptions) -> None:
         """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""

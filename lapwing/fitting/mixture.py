@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..covariance import has_prior
-from ..data.data import Data
+from ..data.data import Data, kept_batches
 from ..data.frames import check_data
-from ..data.loaders import kept_batches
-from ..data.samples import Samples
+from ..data.inputs import Samples
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..files import replacing

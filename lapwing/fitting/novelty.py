@@ -18,14 +18,12 @@ from ..covariance import AnyLatent
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.frames import as_inputs, ordered
-from ..data.inputs import Inputs
-from ..data.samples import Samples, checked
+from ..data.frames import as_inputs
+from ..data.inputs import Inputs, Samples, checked
 from ..display import warns_once
 from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..likelihoods import Likelihood
-from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import doubled, placed
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
@@ -137,7 +135,7 @@ class Novelty:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
-        x = as_inputs(x if self.posterior is None else ordered(x, self.posterior.columns), self.model)
+        x = as_inputs(x, self.model, () if self.posterior is None else self.posterior.columns)
         widest = max(size for tensor in self.tensors.values() for size in tensor.shape)
         length = max(1, min(self.tangent.chunk_length(1), self.tangent.memory // (64 * widest)))
         found, like = [], next(iter(self.tensors.values()))
@@ -321,7 +319,7 @@ def doubt(posterior: Posterior, x: Any, via: Way | None = None) -> Tensor:
 
 def doubt_of(likelihood: Likelihood, latent: AnyLatent) -> Tensor:
     """Returns the mutual information of y and the latent in nats, (B, ...)."""
-    return predicted(likelihood, latent).uncertainty("mutual_information")
+    return likelihood.predicted(latent).uncertainty("mutual_information")
 
 
 def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -95,10 +95,6 @@ class FitOptions(Options):
     def names_no_method(self) -> bool:
         """Whether lapwing chooses the method and the parameters."""
         return self.method is self.params is None
-
-    def precision(self, count: Callable[[], int]) -> float | Mapping[str, float] | None:
-        """Returns the prior precision that the user gave, or None if it is tuned; `count` returns N."""
-        return self.prior_precision if self.weight_decay is None else (self.data_size or count()) * self.weight_decay
 
     def described(self, functions: bool = True) -> dict[str, Any]:
         """Returns fingerprints of the options that decide the fit, as JSON, equal in all calls.

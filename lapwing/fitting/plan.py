@@ -24,8 +24,7 @@ from ..network.probe import PROBED_SAMPLES
 from ..running.runner import Runner
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
-from .checks import advice_on_memory, check_batch
-from .choice import choose
+from .choice import advice_on_memory, check_batch, choose
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
 from .registry import METHODS
@@ -172,7 +171,7 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
         return runner.size_if_known() or options.data_size or runner.count()
 
     choice = choose(options, data, count, count(), warn)
-    method, shape, tangent = choice.method, choice.sizes, choice.tangent
+    method, shape, tangent = choice.method, choice.sizes, choice.sizes.tangent
     check_batch(tangent, data.likelihood, data.first)
     total, largest = _activations(tangent, data.first.inputs)
     shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else total)

@@ -14,17 +14,16 @@ from ..covariance.low_rank_diagonal import LowRankPlusDiagonal
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.inputs import Inputs
+from ..data.inputs import Inputs, checked
 from ..data.progress import tracked, with_progress
-from ..data.samples import checked
-from ..errors import LapwingError, check_choice, check_flag, is_whole, shown
+from ..errors import LapwingError, check_choice, check_flag, shown
 from ..likelihoods import Likelihood
 from ..linalg import accumulation_dtype, seeded_torch
 from ..network.call import Call
 from ..network.eager import parameters_of, real, uncompiled, without_compiled
 from ..network.entry import outside_modes
 from ..network.selection import select
-from ..options import SEED, check_argument, positive
+from ..options import SEED, check_argument, integer, positive
 from ..posterior import MethodInfo, Posterior
 from ..tangent import LastLayer, Predicate, Tangent, everything, join
 from .constructed import constructed, copied, diagonal, put
@@ -167,7 +166,7 @@ class SnapshotCollector:
                 f"SWAG cannot take snapshots of a {type(model).__name__}: it needs a torch.nn.Module. Write "
                 "lw.SWAG.collector(model)."
             )
-        if not is_whole(rank, 0) or rank == 1:
+        if not integer(0).accepts(rank) or rank == 1:
             raise LapwingError(
                 f"rank={shown(rank)} of SWAG is not a whole number of at least 2 deviations, or 0 for the diagonal "
                 "only. Write lw.SWAG.collector(model, rank=20)."

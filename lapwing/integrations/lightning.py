@@ -7,7 +7,7 @@ from typing import Any
 
 import lapwing as lw
 
-from ..data.samples import Samples
+from ..data.inputs import Samples
 from ..errors import LapwingError, extra
 from ._modes import eval_mode
 

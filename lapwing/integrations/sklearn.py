@@ -19,7 +19,7 @@ import lapwing as lw
 from ..data.inputs import Inputs
 from ..errors import LapwingError, extra, shown
 from ..network.call import Call, output_tensor
-from ..options import INT64_LIMIT, check_argument, integer, number
+from ..options import check_argument, integer, number
 
 log = logging.getLogger("lapwing")
 
@@ -78,8 +78,8 @@ class _LaplaceEstimator(base.BaseEstimator):
     def _fit(self, X: np.ndarray, y: Any, weights: np.ndarray | None, outputs: int, labels: Any = None) -> None:
         """Sets `module_` and `posterior_` from checked arrays; `labels` stratify the held-out rows."""
         name = type(self).__name__
-        check_argument(name, "epochs", self.epochs, integer(0, INT64_LIMIT), "10")
-        check_argument(name, "batch_size", self.batch_size, integer(1, INT64_LIMIT), "10")
+        check_argument(name, "epochs", self.epochs, integer(0), "10")
+        check_argument(name, "batch_size", self.batch_size, integer(1), "10")
         if self.validation_fraction is not None:
             check_argument(name, "validation_fraction", self.validation_fraction, number(0, 1), "0.2")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Generic, cast
 
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, is_selected
+from ..covariance import AnyLatent, has_positions, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
@@ -22,6 +22,7 @@ from ..jacobian.jacobian import Reads
 from ..linalg import cholesky, doubled, seeded
 from ..options import Options
 from .links import ExactLink, Link, SampledLink, at_least_float32
+from .prediction_at_positions import PredictionAtPositions
 from .predictions import P
 from .quadrature import weighted_log_power_mean
 
@@ -80,6 +81,10 @@ class Likelihood(Options, ABC, Generic[P]):
     """T, which divides the mean of the logits in predictions; None if the outputs are not logits."""
     logit_map: tuple[float, ...] = ()
     """Rows [W, b] of the affine map of the logits in predictions; () means none."""
+    regressions: ClassVar[Mapping[Any, Any]] = {}
+    """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
+    head_numbers: ClassVar[Mapping[str, tuple[float | None, ...]]] = {}
+    """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Resets the inherited `fisher_parts` of a class that defines only a new `fisher_root`."""
@@ -91,11 +96,6 @@ class Likelihood(Options, ABC, Generic[P]):
     def default_link(self) -> Link:
         """The link for a Gaussian latent if `predict` gets None."""
         return self.links[0]()
-
-    @property
-    def head_numbers(self) -> dict[str, tuple[float | None, ...]]:
-        """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
-        return {}
 
     def open_heads(self, outputs: int) -> Iterable[Any]:
         """Returns the keys in `heads` of the outputs whose residuals decide a noise before the curvature is formed."""
@@ -232,11 +232,6 @@ class Likelihood(Options, ABC, Generic[P]):
             generator: random generator for links that draw; None means seed 0.
         """
 
-    @property
-    def regressions(self) -> dict[Any, Any]:
-        """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
-        return {}
-
     def columns(self, key: Any, outputs: int) -> Any:
         """Returns the indices of a part's outputs, for C outputs in all."""
         return slice(None)
@@ -259,6 +254,19 @@ class Likelihood(Options, ABC, Generic[P]):
     ) -> P:
         """Returns the distribution of y (B T, C) at all positions."""
         return self.predict(latent.rows, link, generator)
+
+    def predicted(
+        self,
+        latent: AnyLatent,
+        link: Link | None = None,
+        generator: torch.Generator | None = None,
+        features: Tensor | None = None,
+    ) -> P:
+        """Returns `predict`, with the noise `at_features`, and with positions in the shape of the outputs."""
+        if not has_positions(latent):
+            return self.at_features(self.predict(latent, link, generator), features)
+        rows = self.at_features(self.predict_positions(latent, link, generator), features)
+        return cast(P, PredictionAtPositions(rows, latent))  # with the attributes of P
 
     def log_power_mean(
         self,

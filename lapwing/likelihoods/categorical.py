@@ -67,12 +67,8 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
 
     @property
     def plain(self) -> Likelihood:
-        return replace(self, class_weights=None, label_smoothing=0.0) if self._is_loss else self
-
-    @property
-    def _is_loss(self) -> bool:
-        """Whether the loss has class weights or label smoothing."""
-        return self.class_weights is not None or self.label_smoothing > 0
+        weighs = self.class_weights is not None or self.label_smoothing > 0
+        return replace(self, class_weights=None, label_smoothing=0.0) if weighs else self
 
     def reads(self, outputs: int) -> Reads:
         """Returns "scale": the default `Probit` divides all logits of an input by one number. A map reads all."""
@@ -95,7 +91,7 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `f_y - log Σ_c exp f_c`, (B,), or `Σ_c t_c log p_c`."""
         logs = torch.log_softmax(at_least_float32(outputs), -1)
-        if self._is_loss:
+        if self.plain is not self:
             return (self._shares(logs, targets) * logs).sum(-1)
         return _of_targets(logs, targets, self.ignore_index)
 
@@ -169,7 +165,7 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
 
         The VaLLA paper uses `Probit(scale="marginal")` at α = 1, the log predictive probability.
         """
-        if self._is_loss:
+        if self.plain is not self:
             return super().integrals(outputs, alpha)
         two: Integrals = {Quadrature: self._power_mean_by_quadrature} if outputs == 2 else {}
         closed: Integrals = {Probit: self._log_predictive, LaplaceBridge: self._log_predictive} if alpha == 1 else {}

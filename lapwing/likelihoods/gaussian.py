@@ -242,7 +242,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return math.inf if self.tails == "normal" else None, True
 
     @property
-    def regressions(self) -> dict[Any, Any]:
+    def regressions(self) -> dict[Any, Any]:  # type: ignore[override]
         return {None: self}
 
     def with_regressions(self, parts: Mapping[Any, Any]) -> Gaussian:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import batches
-from ..data.samples import Samples
+from ..data.inputs import Samples
 from ..errors import LapwingError
 from ..linalg import doubled
 from .base import Likelihood

@@ -87,7 +87,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return self if same else replace(self, likelihoods=heads)
 
     @property
-    def head_numbers(self) -> dict[str, tuple[float | None, ...]]:
+    def head_numbers(self) -> dict[str, tuple[float | None, ...]]:  # type: ignore[override]
         heads = self.likelihoods.items()
         return {key: (head.noise_variance, head.logit_temperature, self.estimated.get(key)) for key, head in heads}
 
@@ -111,7 +111,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return self.with_head_numbers({key: (s or noise, logit_temperature, s) for key, (noise, _, s) in numbers})
 
     @property
-    def regressions(self) -> dict[Any, Any]:
+    def regressions(self) -> dict[Any, Any]:  # type: ignore[override]
         return {key: head for key, head in self.likelihoods.items() if head.regressions}
 
     def with_regressions(self, parts: Mapping[Any, Any]) -> Joint:

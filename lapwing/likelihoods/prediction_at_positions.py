@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent, has_positions
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data.frames import as_targets
-from .base import Likelihood
-from .links import Link
-from .predictions import P, Prediction
-
-
-def predicted(
-    likelihood: Likelihood[P],
-    latent: AnyLatent,
-    link: Link | None = None,
-    generator: torch.Generator | None = None,
-    features: Tensor | None = None,
-) -> P:
-    """Returns the distribution of y under a latent, one for each position if the latent has positions.
-
-    `features` (N, F) are the features of the layer `likelihood.features_read`, for noise that depends on them.
-    """
-    if has_positions(latent):  # with the attributes of P
-        rows = likelihood.at_features(likelihood.predict_positions(latent, link, generator), features)
-        return cast(P, PredictionAtPositions(rows, latent))
-    return likelihood.at_features(likelihood.predict(latent, link, generator), features)
+from .predictions import Prediction
 
 
 class PredictionAtPositions(Prediction):

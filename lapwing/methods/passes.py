@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..covariance import Covariance, PriorCovariance, has_prior
 from ..data import batches
-from ..data.inputs import Inputs
-from ..data.samples import Samples
+from ..data.inputs import Inputs, Samples
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
 from ..options import Options
@@ -179,6 +178,7 @@ class IteratePass(ABC, Generic[S]):
     """
 
     label: str  # name of the pass on the progress bar
+    limit: ClassVar[None] = None  # it may read all samples
     steps: int  # maximum number of steps
 
     @abstractmethod

@@ -52,15 +52,6 @@ class Scale:
         """`N/τ`, the sum of the weights of all samples in the log likelihood."""
         return self.data_size / self.temperature
 
-    def at(self, noise_variance: Any) -> Scale:
-        """Returns the scale at another noise variance."""
-        return replace(self, noise_variance=noise_variance)
-
-
-def root_positions(tangent: Tangent) -> int:
-    """Returns the number of positions of an input that one Fisher root covers."""
-    return 1 if tangent.positions.rows_are_positions else tangent.positions.count
-
 
 def _root(likelihood: Likelihood, outputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Returns the likelihood's root (B, C, R) at outputs (B, C), or with a generator one random column (B, C, 1)."""
@@ -110,11 +101,13 @@ class FisherRoot(Cotangents):
     def of(cls, tangent: Tangent, likelihood: Likelihood, seed: int, columns: int | None = None) -> FisherRoot:
         """Returns the root for a network, with a generator of its own; None asks the likelihood for `columns`."""
         generator = torch.Generator(tangent.device).manual_seed(seed % 2**63)
-        return cls(likelihood, tangent.outputs, generator, root_positions(tangent), columns=columns)
+        positions = 1 if tangent.positions.rows_are_positions else tangent.positions.count
+        return cls(likelihood, tangent.outputs, generator, positions, columns=columns)
 
-    def drawn(self) -> FisherRoot:
-        """Returns a root that is drawn for any number of outputs, with the same generator."""
-        return FisherRoot(self._likelihood, self._outputs, self.generator, self._positions, sampled=True)
+    def drawn(self, generator: torch.Generator | None = None) -> FisherRoot:
+        """Returns a root that is drawn for any number of outputs, with the same generator or another one."""
+        generator = generator or self.generator
+        return FisherRoot(self._likelihood, self._outputs, generator, self._positions, sampled=True)
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C), or (B, T C)."""

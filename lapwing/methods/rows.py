@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data import nesting
-from ..data.inputs import Inputs
-from ..data.samples import Samples
+from ..data.inputs import Inputs, Samples
 from ..errors import LapwingError, shown
 from ..tangent import Anchors
 from .passes import Batch, LabelsOfData, Step, SumPass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,7 @@ class LogEvidence:
         """
         noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
         fit = self.scale.of_likelihood * self.likelihood.log_likelihood(self.statistics, noise)
-        scale = self.scale.at(noise).of_curvature / factor
+        scale = replace(self.scale, noise_variance=noise).of_curvature / factor
         value = fit - factor * (precision * self.distance).sum() / 2
         value = value - self.covariance.log_det_ratio(precision, scale).to(value) / 2
         return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value
@@ -74,14 +74,14 @@ def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
     return float(torch.autograd.grad(ratio, scale)[0]) * covariance.scale
 
 
-def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Tensor:
+def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Tensor:
     """Returns `1/2 gᵀΣg`, the evidence at the mode of the linearised model minus the evidence at θ̂."""
     gradient = log_joint_gradient(posterior, loader, sample_weights)
     product = posterior.covariance.mv(gradient)
     return doubled(total((gradient[name] * product[name]).sum() for name in gradient)) / 2
 
 
-def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool = False) -> Vectors:
+def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Vectors:
     """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) by block, by one pass over the data."""
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
     data = Data.of(loader, posterior, sample_weights)

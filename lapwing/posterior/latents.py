@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,12 @@ from ..tangent import Tangent
 from ..tangent.features import features_at
 from ..tangent.retry import retried
 
+if TYPE_CHECKING:
+    from .posterior import Posterior
+
 
 def latents_of(
-    tangent: Tangent,
-    covariance: Covariance,
-    x: Any,
-    via: Way | None,
-    joint: bool,
-    progress: bool | None = None,
-    layer: str | None = None,
+    posterior: Posterior, x: Any, via: Way | None, joint: bool, progress: bool | None, layer: str | None = None
 ) -> list[tuple[AnyLatent, Tensor | None]]:
     """Returns the latent distribution for a batch of inputs or a loader (`Posterior.latent`), and features of `layer`.
 
@@ -41,12 +38,12 @@ def latents_of(
     """
     via = DEFAULT_WAY if via is None else via
     check_way(via)
-    x = as_inputs(x, tangent.model)
+    tangent = posterior.tangent
+    x = as_inputs(x, tangent.model, posterior.columns)
 
     def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
-        inputs = prepared(batch, tangent.device)
-        latent = latent_of_batch(tangent, covariance, inputs, via, joint).with_checks()
-        return latent, None if layer is None else _features(tangent, layer, inputs)
+        latent = latent_of_batch(tangent, posterior.covariance, batch, via, joint).with_checks()
+        return latent, None if layer is None else _features(tangent, layer, batch)
 
     if not batches.is_loader(x):
         return [one(x)]
@@ -57,7 +54,7 @@ def latents_of(
 
 
 @outside_modes
-def _features(tangent: Tangent, layer: str, inputs: Inputs) -> Tensor:
+def _features(tangent: Tangent, layer: str, inputs: Any) -> Tensor:
     return features_at(tangent, layer, prepared(inputs, tangent.device).certain)
 
 
@@ -76,9 +73,10 @@ def _joined(every: Iterable[tuple[AnyLatent, Tensor | None]], loader: Any) -> li
     return [(kind.concatenate(latents).with_checks(), None if features[0] is None else torch.cat(features))]
 
 
-def first_inputs(tangent: Tangent, x: Any) -> Inputs:
+def first_inputs(posterior: Posterior, x: Any) -> Inputs:
     """Returns the values of a batch of inputs, or of the first batch of a loader, as tensors on the device."""
-    x = as_inputs(x, tangent.model)
+    tangent = posterior.tangent
+    x = as_inputs(x, tangent.model, posterior.columns)
     x = _inputs_of(next(iter(x)), tangent) if batches.is_loader(x) else x
     return prepared(x, tangent.device).certain
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_positions, has_prior
-from ..data.frames import Columns, ordered
+from ..data.frames import Columns
 from ..data.progress import with_progress
 from ..display import Displayed, warns_once
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
-from ..likelihoods.prediction_at_positions import predicted
 from ..linalg import check_draws
 from ..methods.prior import Prior, check_noise
 from ..methods.problem import Scale
@@ -157,7 +156,7 @@ class Posterior(Displayed, Generic[P]):
         """Returns the posterior at another prior precision (n_blocks,) and noise variance, with the same curvature."""
         likelihood = self.likelihood.with_noise_variance(noise_variance)
         assert not likelihood.needs_noise  # σ² = None would count as 1
-        scale = self.scale.at(noise_variance).of_curvature
+        scale = replace(self.scale, noise_variance=noise_variance).of_curvature
         covariance = self._prior_covariance("prior precision").with_prior(precision, scale)
         return replace(
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
@@ -285,7 +284,7 @@ class Posterior(Displayed, Generic[P]):
         """
         self._check_network()
         check_flag("latent", "joint", joint)
-        parts = latents_of(self.tangent, self.covariance, ordered(x, self.columns), via, joint, progress)
+        parts = latents_of(self, x, via, joint, progress)
         latents: Any = [latent for latent, _ in parts]
         return latents[0] if len(latents) == 1 else latents
 
@@ -328,12 +327,11 @@ class Posterior(Displayed, Generic[P]):
         check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         self._check_network()
         likelihood, way = self.likelihood, self.aim.via if self.aim is not None and via is None else via
-        data, layer = ordered(x, self.columns), likelihood.features_read
-        parts = latents_of(self.tangent, self.covariance, data, way, False, progress, layer)
+        parts = latents_of(self, x, way, False, progress, likelihood.features_read)
         if self.aim is not None:
             rows = parts[0][0].rows if has_positions(parts[0][0]) else parts[0][0]
             link = self.aim.link_for(via, link, likelihood, rows, linear=self.tangent.treats_output_alone)
-        found: Any = [predicted(likelihood, latent, link, generator, features) for latent, features in parts]
+        found: Any = [likelihood.predicted(latent, link, generator, features) for latent, features in parts]
         return found[0] if len(found) == 1 else found
 
     @warns_once
@@ -642,10 +640,11 @@ class Posterior(Displayed, Generic[P]):
         save(self, path)
 
     def _check_network(self) -> None:
-        changed = self.stamp.changed(self.model, self.tangent.call.known.state)
+        call = self.tangent.call
+        changed = self.stamp.changed(call.model, call.known.state)
         if changed is not None:
             raise LapwingError(
-                f"{changed} of {type(self.tangent.model).__name__} was written, replaced or added after the fit. Fit "
+                f"{changed} of {type(call.model).__name__} was written, replaced or added after the fit. Fit "
                 "again, or load the weights of the fit into the model and use lw.load(path, model)."
             )
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import ranks
 from ..covariance import has_prior, has_rank
-from ..data.data import Data
-from ..data.loaders import other_size
+from ..data.data import Data, other_size
+from ..data.inputs import Samples
 from ..data.progress import tracked
-from ..data.samples import Samples
 from ..errors import LapwingError
 from ..linalg import are_finite
 from ..methods import FitShape, Method
@@ -100,6 +99,7 @@ class Tuning(Options, ABC):
         """Returns a function that says whether the score of more samples has fallen, so that the fit ends, or None.
 
         Its arguments are the posterior of the first samples and the same scaled to all samples, for rising numbers.
+        `lw.fit` calls it if `prefixes` is not 0.
         """
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..covariance import AnyLatent
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, Link
-from .linearized import DefaultWay, Linearized
+from .linearized import EXACT, DefaultWay
 from .way import Way
 
 log = logging.getLogger("lapwing")
@@ -31,7 +31,7 @@ class Aim:
     @property
     def other_way(self) -> Way | None:
         """The way, unless it is linearised: one contraction gives the linearised latents of many candidates."""
-        return None if self.via == Linearized() else self.via
+        return None if self.via == EXACT else self.via
 
     def link_for(
         self, via: Way | None, link: Link | None, likelihood: Likelihood, latent: AnyLatent, linear: bool

@@ -16,8 +16,8 @@ from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
 from ..data.batches import check_outputs
 from ..data.inputs import Inputs
-from ..errors import LapwingError, is_whole, plain_numbers, shown
-from ..options import INT64_LIMIT, SEED, at_least, option
+from ..errors import LapwingError, plain_numbers, shown
+from ..options import SEED, at_least, integer, option
 from ..tangent import Cotangents, Reading, Record, Tangent
 from .uncertain import carried
 from .way import Way
@@ -58,7 +58,7 @@ class Linearized(Way):
         (Linearized(), Linearized(draws=64), Linearized(outputs=10))
     """
 
-    draws: int | None = option(None, at_least(2, INT64_LIMIT), write="64")
+    draws: int | None = option(None, at_least(2), write="64")
     outputs: int | Sequence[int] | None = None
     seed: int = option(0, SEED)
 
@@ -75,10 +75,10 @@ class Linearized(Way):
                 "and lw.Linearized(draws=64) for all of very many."
             )
         values = plain_numbers(self.outputs)
-        if is_whole(values, 1):
+        if integer(1).accepts(values):
             return values
         listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
-        if not listed or not all(is_whole(value, 0) for value in listed) or len(set(listed)) < len(listed):
+        if not listed or not all(map(integer(0).accepts, listed)) or len(set(listed)) < len(listed):
             raise LapwingError(
                 f"Linearized(outputs={shown(self.outputs)}) needs a number of outputs, at least 1, or a list of "
                 "different outputs counted from 0. Write lw.Linearized(outputs=10) or lw.Linearized(outputs=[0, 3])."
@@ -207,10 +207,9 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
 
 
 def _of_weights(
-    tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool, selection: Selection | None
+    tangent: Tangent, covariance: Covariance, checked: Inputs, joint: bool, selection: Selection | None
 ) -> Latent | JointLatent:
-    """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs."""
-    checked = tangent.check(inputs)
+    """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs that have passed the gate."""
     if joint:
         return _joint(tangent, covariance, checked, selection)
     # a last layer computes all outputs at once in its eigenbasis

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from ..covariance import Covariance, without_spread
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..data import batches
-from ..data.frames import Columns, as_inputs, as_loader, ordered
+from ..data.frames import Columns, as_inputs, as_loader
 from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.predictions import tails_of
 from ..linalg import check_draws, is_finite, psd_root, row_products, seeded, total
 from ..network.eager import native, own_parameters, parameters_of
@@ -105,7 +104,7 @@ def one_batch(tangent: Tangent, x: Any, columns: Columns, instead: str) -> Input
     """Returns one batch of inputs, checked and on the device of the network. Raises for a loader and `lw.Uncertain`."""
     if isinstance(x, Inputs) and x.checked:
         return x
-    inputs = as_inputs(ordered(x, columns), tangent.model)
+    inputs = as_inputs(x, tangent.model, columns)
     if batches.is_loader(inputs):
         raise LapwingError(f"One batch of inputs is needed here, not {shown(x)}. {instead}")
     return tangent.check(prepared(inputs, tangent.device))
@@ -142,7 +141,7 @@ def quantity(
             f"posterior.of(..., {shown(data)}) needs an iterable of batches. Write posterior.of(lambda f, batch: "
             "f(batch[0]).sum(0), [(x,)]) for inputs x without targets, or (x, y) for a data set with targets."
         )
-    loader = None if data is None else as_loader(ordered(data, columns), tangent.model)
+    loader = None if data is None else as_loader(data, tangent.model, columns)
     if loader is not None:
         batches.check_loader(loader, "posterior.of")
     _check_arguments(function, 1 if loader is None else 2)
@@ -215,7 +214,7 @@ def noise_of(tangent: Tangent, likelihood: Likelihood, rows: Tensor, places: Pla
     layer = likelihood.features_read
     features = None if layer is None else features_at(tangent, layer, inputs)
     latent = LatentAtPositions(latent, places) if places.sizes else latent
-    prediction: Any = predicted(likelihood, latent, features=features)
+    prediction: Any = likelihood.predicted(latent, features=features)
     prediction = prediction.rows if places.sizes else prediction
     heads = prediction.values() if isinstance(prediction, Mapping) else [prediction]
     noises = [h.aleatoric_variance if hasattr(h, "aleatoric_variance") else h.probs * (1 - h.probs) for h in heads]

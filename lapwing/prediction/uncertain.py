@@ -150,13 +150,17 @@ def _check_numbers(spread: Tensor | float | None) -> None:
         )
 
 
-def parsed(x: Any, device: torch.device | None = None) -> Inputs:
-    """Returns inputs on a device, with the spreads of `lw.Uncertain` ones; None for the device keeps theirs."""
-    if isinstance(x, Inputs):
-        return Inputs.of(x, device)
-    leaves = [x] if isinstance(x, Tensor) else pytree.tree_leaves(batches.tree(x))
+def prepared(x: Any, device: torch.device | None = None) -> Inputs:
+    """Returns inputs on a device, with the spreads of `lw.Uncertain` ones. Raises if they hold no samples.
+
+    None for the device keeps theirs.
+    """
+    leaves = [x] if isinstance(x, (Tensor, Inputs)) else pytree.tree_leaves(batches.tree(x))
     uncertain = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Uncertain)}
-    return _with_spreads(x, uncertain, device) if uncertain else Inputs.of(x, device)
+    inputs = _with_spreads(x, uncertain, device) if uncertain else Inputs.of(x, device)
+    if (isinstance(inputs.value, Tensor) and not inputs.value.ndim) or inputs.samples == 0:
+        raise LapwingError(f"{inputs} holds no samples. Write a single sample as x[None], and leave empty batches out.")
+    return inputs
 
 
 def _with_spreads(x: Any, uncertain: Mapping[int, Uncertain], device: torch.device | None) -> Inputs:
@@ -170,14 +174,6 @@ def _with_spreads(x: Any, uncertain: Mapping[int, Uncertain], device: torch.devi
                 f"samples share: x.expand({inputs.samples}, ...)."
             )
     return replace(inputs, spreads={place: batches.plain(one.spread) for place, one in uncertain.items()})
-
-
-def prepared(x: Any, device: torch.device) -> Inputs:
-    """Returns `parsed` inputs. Raises if they hold no samples."""
-    inputs = parsed(x, device)
-    if (isinstance(inputs.value, Tensor) and not inputs.value.ndim) or inputs.samples == 0:
-        raise LapwingError(f"{inputs} holds no samples. Write a single sample as x[None], and leave empty batches out.")
-    return inputs
 
 
 def drawn(inputs: Inputs, generator: torch.Generator) -> Inputs:

@@ -14,15 +14,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ranks
-from ..data.data import Data
+from ..data.data import Data, other_size
 from ..errors import LapwingError, shown
 from ..files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
 from ..methods.state import DataSummary, State
@@ -63,28 +64,23 @@ class RunnerState(State):
 class NoCheckpoint:
     """The checkpoint of a fit that cannot be continued: it keeps nothing."""
 
-    def open(self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any) -> None:
-        """Begins the fit."""
+    @contextmanager
+    def opened(
+        self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any
+    ) -> Iterator[None]:
+        """Holds the passes of the fit."""
+        yield
 
-    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
+    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
         """Returns the state at the start of a pass."""
         return fresh
 
-    def after_batch(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
-        """Is called after each batch of a sum pass."""
-
-    def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
-        """Is called after each pass."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the fit."""
+    def keep(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each batch of a sum pass, and after each pass."""
 
 
 class Checkpoint(NoCheckpoint):
-    """The checkpoint of one fit. As a context manager, it removes the file at the end unless an exception is raised."""
+    """The checkpoint of one fit."""
 
     def __init__(self, path: str | os.PathLike[str], every: int | None) -> None:
         if os.path.isdir(path or "."):
@@ -97,15 +93,34 @@ class Checkpoint(NoCheckpoint):
         self._fit: dict[str, Any] = {}
         self._passes: list[Saved] = []  # finished in this call or an earlier one
         self._left: list[Saved] = []  # from the file, not yet used
+        self._known: int | None = None  # number of samples, if the data need not be read for it
         self._batches, self._time = 0, time.monotonic()
 
-    def open(self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any) -> None:
-        """Reads the file if it exists. What `describe` returns, and `more`, decide the states of passes, by name."""
+    @contextmanager
+    def opened(
+        self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any
+    ) -> Iterator[None]:
+        """Reads the file if it exists, and removes it at the end, unless an exception is raised: then it logs its path.
+
+        What `describe` returns, and `more`, decide the states of passes, by name.
+        """
         surveyed = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory, **more}
         first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
         size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
         self._fit = {**describe(), **fingerprint_of(surveyed), "the first batch": first, **size}
+        self._known = data.known_size
         self._left = ranks.on_first("the checkpoint", self._read)
+        try:
+            yield
+        except BaseException:
+            if not ranks.rank() and self._target.exists():
+                log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to continue.", self.path)
+            raise
+        if not ranks.rank():
+            try:
+                self._target.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("The fit has ended, and its checkpoint cannot be removed: %s. Delete it.", error)
 
     def _read(self) -> list[Saved]:
         """Returns the passes of the file, or an empty list if it does not exist."""
@@ -133,46 +148,41 @@ class Checkpoint(NoCheckpoint):
             )
         return passes
 
-    def resumed(self, label: str, fresh: RunnerState, device: torch.device) -> RunnerState:
-        """Returns the saved state of the next pass, or `fresh`, its state at the start, if the file has no more."""
+    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
+        """Returns the saved state of the next pass, or `fresh`, its state at the start, if the file has no more.
+
+        The generator gets the state that it had when the file was written.
+        """
         if not self._left:
             return fresh
         saved = self._left.pop(0)
         if saved[0] != label:
             raise self._damaged()
-        state = _restored(saved[1], fresh, device)
+        state = _restored(saved[1], fresh, generator.device)
+        size = state.size or state.start
+        if self._known is not None and size > self._known:
+            raise other_size(self._known, "now", size)
+        assert state.generator is not None  # `keep` saves it
+        generator.set_state(state.generator)
         if state.finished:
             self._passes.append(saved)
         log.info("The fit continues from %s, after %d batches of '%s'.", self.path, state.batches, label)
         return state
 
-    def after_batch(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
-        """Writes the file if it is due. Over several processes it is written only after passes."""
+    def keep(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Writes the file after a pass, and within a pass if it is due; there not over several processes."""
         self._batches += 1
         due = self._batches >= self._every if self._every is not None else time.monotonic() - self._time >= SECONDS
-        if due and not ranks.several():
-            state.generator = generator.get_state()
-            self._write([*self._passes, (label, _copied(state))])
-
-    def after_pass(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
-        """Writes the file."""
-        state.sums = state.sums.mapped(Tensor.contiguous)  # as the file returns them
-        state.generator = generator.get_state()
-        self._passes.append((label, _copied(state)))
-        if ranks.rank() == 0:
-            self._write(self._passes)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Removes the file if the fit has ended; otherwise logs its path."""
-        if ranks.rank():
+        if not state.finished and (ranks.several() or not due):
             return
-        if kind is None:
-            try:
-                self._target.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("The fit has ended, and its checkpoint cannot be removed: %s. Delete it.", error)
-        elif self._target.exists():
-            log.warning("The fit has not ended. Call lw.fit again with checkpoint=%r to continue.", self.path)
+        if state.finished:
+            state.sums = state.sums.mapped(Tensor.contiguous)  # as the file returns them
+        state.generator = generator.get_state()
+        passes = [*self._passes, (label, _copied(state))]
+        if state.finished:
+            self._passes = passes
+        if ranks.rank() == 0:
+            self._write(passes)
 
     def _damaged(self) -> LapwingError:
         return LapwingError(

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from .. import ranks
 from ..covariance import Covariance
-from ..data.data import Data
-from ..data.loaders import other_size
+from ..data.data import Data, other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
 from ..likelihoods.targets import any_counts, no_targets_error
@@ -137,53 +136,42 @@ class Runner:
     def _sums(self, step: Pass, problem: Problem) -> PassSums:
         """Runs a pass over the data, or the rest of it."""
         before, drawn = self._at, problem.root.generator.get_state()
+        collects = not before.whole and step.limit is None  # the first pass that reads all samples
 
         def through() -> None:  # if the device runs out of memory, this is called again with shorter chunks
             problem.root.generator.set_state(drawn)
-            self._at = self._begin(step, before, problem)
+            self._at = self._checkpoint.resumed(
+                step.label,
+                replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False),
+                problem.root.generator,
+            )
             if not self._at.finished:
-                if self._collects(step):
+                if collects:
                     self._at.summary = self._at.sums.summary
                 total = length_hint(self._data) or None if isinstance(step, SumPass) else step.steps
                 with one_bar(step.label, total, self._at.batches) as advance:
                     if isinstance(step, SumPass):
-                        self._sum(step, problem, advance)
+                        self._sum(step, problem, collects, advance)
                     else:
-                        self._iterate(step, problem, advance)
+                        self._iterate(step, problem, collects, advance)
 
         retried(problem.tangent, through)
         if not self._at.finished:
-            self._end(step, problem)
+            self._end(step, problem, collects)
         sums, self._at.sums = self._at.sums, PassSums()
         return sums
 
-    def _begin(self, step: Pass, before: RunnerState, problem: Problem) -> RunnerState:
-        """Returns the state at the start of a pass, or the state in the checkpoint."""
-        at = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
-        at = self._checkpoint.resumed(step.label, at, problem.tangent.device)
-        size, known = at.size or at.start, self._data.known_size
-        if known is not None and size > known:
-            raise other_size(known, "now", size)
-        if at.generator is not None:
-            problem.root.generator.set_state(at.generator)
-        return at
-
-    def _collects(self, step: Pass) -> bool:
-        """Whether the fit needs the likelihood statistics of a pass: of the first pass that reads all samples."""
-        return not self._at.whole and (isinstance(step, IteratePass) or step.limit is None)
-
-    def _sum(self, step: SumPass[Any], problem: Problem, advance: Advance) -> None:
-        at, collects = self._at, self._collects(step)
+    def _sum(self, step: SumPass[Any], problem: Problem, collects: bool, advance: Advance) -> None:
+        """Adds all batches to the sums; with `collects` also the likelihood statistics that the fit needs."""
+        at = self._at
         with torch.no_grad():
             for batch in self._batches(step, problem, advance):
                 step.update(at.sums.state, batch)
                 if collects or (self._parts and isinstance(step, CurvaturePass)):
                     at.sums.summary.add(problem.likelihood, **batch.rows())
-        if at.start != self._limit(step):
-            self._check_size(at.start, f"to the pass '{step.label}'")
 
-    def _iterate(self, step: IteratePass[Any], problem: Problem, advance: Advance) -> None:
-        at, state, done, epochs, collects = self._at, self._at.sums.state, 0, 0, self._collects(step)
+    def _iterate(self, step: IteratePass[Any], problem: Problem, collects: bool, advance: Advance) -> None:
+        at, state, done, epochs = self._at, self._at.sums.state, 0, 0
         generator = torch.Generator(problem.tangent.device).manual_seed(problem.seed)
         while done < step.steps and not step.converged(state):
             at.batches = at.start = 0
@@ -195,12 +183,11 @@ class Runner:
                 if done == step.steps or step.converged(state):
                     advance()
                     return
-            self._check_size(at.start, f"to the pass '{step.label}'")
             at.whole, epochs = True, epochs + 1
 
-    def _end(self, step: Pass, problem: Problem) -> None:
+    def _end(self, step: Pass, problem: Problem, collects: bool) -> None:
         """Joins the sums of all ranks, and saves the finished pass."""
-        at, collects = self._at, self._collects(step)
+        at = self._at
         if isinstance(step, SumPass):
             if ranks.several():
                 joined = ranks.joined(f"the pass '{step.label}'", at.sums.tensors(), problem.tangent.device)
@@ -210,21 +197,12 @@ class Runner:
                 raise no_targets_error("labels")
             at.whole |= collects
         at.finished = True
-        self._checkpoint.after_pass(step.label, at, problem.root.generator)
-
-    @property
-    def _before(self) -> int:
-        """Number of samples of the ranks before this one."""
-        return sum(self._data.before)
-
-    def _limit(self, step: Pass) -> int | None:
-        """Returns the number of samples of this rank that a pass needs; None for all."""
-        limit = step.limit if isinstance(step, SumPass) else None
-        return None if limit is None else max(0, limit - self._before)
+        self._checkpoint.keep(step.label, at, problem.root.generator)
 
     def _batches(self, step: Pass, problem: Problem, advance: Advance, epochs: int = 0) -> Iterator[Batch]:
-        """Yields the remaining batches that the pass needs."""
-        at, device, before, limit = self._at, problem.tangent.device, self._before, self._limit(step)
+        """Yields the remaining batches that the pass needs; raises at the end of data that have changed."""
+        at, device, before = self._at, problem.tangent.device, sum(self._data.before)  # samples of earlier ranks
+        limit = None if step.limit is None else max(0, step.limit - before)
         if at.start == limit:
             return
         for raw in islice(self._data, at.batches, None):
@@ -247,7 +225,8 @@ class Runner:
             if at.start == limit:
                 return
             if isinstance(step, SumPass):
-                self._checkpoint.after_batch(step.label, at, problem.root.generator)
+                self._checkpoint.keep(step.label, at, problem.root.generator)
+        self._check_size(at.start, f"to the pass '{step.label}'")
 
     def _check_size(self, samples: int, to: str) -> None:
         """Sets n the first time; raises if the data have no sample, or another number. Shares of ranks may be empty."""

@@ -20,8 +20,7 @@ from ..covariance.terms import DenseTerm
 from ..data import batches
 from ..data.data import Data
 from ..data.frames import as_inputs
-from ..data.inputs import Inputs
-from ..data.samples import checked
+from ..data.inputs import Inputs, checked
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
 from ..network.stamp import fingerprint

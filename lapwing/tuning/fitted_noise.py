@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_positions, has_prior
-from ..data.samples import Samples
+from ..data.inputs import Samples
 from ..likelihoods.input_noise import InputNoise
 from ..linalg import double_device, doubled
 from ..methods.passes import Batch

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..covariance import Latent, has_positions, has_prior, without_spread
 from ..covariance.terms import MarginalTerm
+from ..data.inputs import Samples
 from ..data.progress import tracked
-from ..data.samples import Samples
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights

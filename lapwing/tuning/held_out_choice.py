@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior, has_rank
+from ..data.inputs import Samples, checked
 from ..data.progress import tracked
-from ..data.samples import Samples, checked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..methods import DataSummary

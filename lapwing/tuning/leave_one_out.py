@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ..data.inputs import Inputs
-from ..data.samples import Samples
+from ..data.inputs import Inputs, Samples
 from ..errors import LapwingError
 from ..network.eager import parameters_of
 from ..posterior import Posterior

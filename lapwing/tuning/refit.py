@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..covariance import has_prior
-from ..data.inputs import Inputs
-from ..data.samples import Samples
+from ..data.inputs import Inputs, Samples
 from ..errors import LapwingError
 from ..methods import FitShape, Method
 from ..network.call import output_tensor

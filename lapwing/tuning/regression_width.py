@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..covariance import has_prior
-from ..data.samples import Samples
+from ..data.inputs import Samples
 from ..posterior import Posterior
 from ..posterior.tuned import Training, evenly_spaced_batches
 from .fitted_noise import with_noise_of_residuals

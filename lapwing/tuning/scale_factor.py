@@ -13,11 +13,9 @@ from torch import Tensor
 from ..covariance import has_positions, is_selected
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import ordered
 from ..display import warns_once
 from ..errors import LapwingError, check_choice
 from ..likelihoods import LaplaceBridge, Link
-from ..likelihoods.prediction_at_positions import predicted
 from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
 from ..network.entry import outside_modes
@@ -166,7 +164,7 @@ def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     """Returns a way, fitted to these inputs, times the factor that gives it the mean variance of another way."""
     wanted = doubled(posterior.latent(x, to).variance)
     tangent = posterior.tangent
-    via = via.fitted(tangent, posterior.covariance, first_inputs(tangent, ordered(x, posterior.columns)))
+    via = via.fitted(tangent, posterior.covariance, first_inputs(posterior, x))
     found = doubled(posterior.latent(x, via).variance)
     if wanted.shape != found.shape:
         raise LapwingError(
@@ -192,7 +190,7 @@ def _score_of(
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
             else:
-                prediction = predicted(likelihood, scaled, link, None, features)
+                prediction = likelihood.predicted(scaled, link, None, features)
                 values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)
                 rows += [] if uniform is None else [uniform]
             total += float(values.sum())

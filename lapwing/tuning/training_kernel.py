@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from ..data.inputs import Inputs
-from ..data.samples import Samples
+from ..data.inputs import Inputs, Samples
 from ..likelihoods import aligned_targets, curvature_weights
 from ..linalg import doubled, symmetric_eigen
 from ..methods.passes import Batch

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..covariance import has_prior
 from ..data.data import Data
 from ..data.frames import check_data
-from ..errors import LapwingError, is_whole
+from ..errors import LapwingError
 from ..likelihoods import Likelihood, Link
 from ..linalg import doubled
 from ..methods import FitShape, Method
 from ..network.entry import outside_modes
-from ..options import Rule, at_least, number, option
+from ..options import Rule, at_least, integer, number, option
 from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning
 from ..prediction import Way
@@ -43,7 +43,7 @@ SHIFTED_OUTPUTS = 20  # maximum number of outputs for which a shift is looked fo
 LARGEST_SHIFT = 30.0  # largest size of a constant, and of the logarithm of the temperature
 
 RANKS = Rule(
-    lambda value: isinstance(value, (tuple, list)) and all(is_whole(rank, 1) for rank in value),
+    lambda value: isinstance(value, (tuple, list)) and all(map(integer(1).accepts, value)),
     "a tuple of whole numbers of at least 1",
     tuple,
 )

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lapwing as lw
 from lapwing.data import batches, nesting
-from lapwing.data.inputs import Inputs
-from lapwing.data.samples import WEIGHT_KEYS, Samples
+from lapwing.data.inputs import WEIGHT_KEYS, Inputs, Samples
 from lapwing.network.call import Call
 from tests import oracle
 from tests.refused import refused

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lapwing as lw
-from lapwing.fitting import Plan, checks
+from lapwing.fitting import Plan, choice
 from lapwing.fitting.registry import METHODS as REGISTERED
 from lapwing.running.runner import Runner
 from papers.common.measure import LiveBytes
@@ -185,7 +185,7 @@ def test_what_exceeds_the_budget_is_advice_of_the_plan_and_refused_by_the_fit_be
     method, message, monkeypatch
 ):
     monkeypatch.delattr(Runner, "run")
-    monkeypatch.setattr(checks, "memory_limit", lambda: 2**50)
+    monkeypatch.setattr(choice, "memory_limit", lambda: 2**50)
     model = nn.Sequential(nn.Linear(12, 1600), nn.LayerNorm(1600), nn.ReLU(), nn.Linear(1600, 3)).eval()
     data, options = regression((12,), 500), {"memory": 2**24, "likelihood": lw.Gaussian(0.1)}
     advice = lw.plan(model, data, method, **options).advice
@@ -206,14 +206,14 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
     wide, data = nn.Sequential(nn.Linear(12, 3000), nn.ReLU(), nn.Linear(3000, 3)).eval(), regression((12,))
     planned = lw.plan(wide, data, lw.KFAC(), memory=2**24)
     assert planned.advice is None
-    monkeypatch.setattr(checks, "memory_limit", lambda: planned.peak_bytes // 2)
+    monkeypatch.setattr(choice, "memory_limit", lambda: planned.peak_bytes // 2)
     with pytest.raises(lw.LapwingError, match=r"KFAC.* GiB for 48003 weights, and .* Use lw.Diagonal\(\)"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
     plans = lw.plan(wide, data, [lw.Diagonal(), lw.KFAC()], memory=2**24)
     assert plans[0].advice is None
     assert "Use lw.Diagonal()" in str(plans).splitlines()[-1]
     lw.fit(mlp(), data, lw.KFAC(), memory=2**24)
-    monkeypatch.setattr(checks, "memory_limit", lambda: 2**10)
+    monkeypatch.setattr(choice, "memory_limit", lambda: 2**10)
     with pytest.raises(lw.LapwingError, match=r"params=lw.last_layer"):
         lw.fit(wide, data, lw.KFAC(), memory=2**24)
 
@@ -246,7 +246,7 @@ def test_plans_print_as_a_table_and_a_method_without_a_footprint_is_never_refuse
     assert re.fullmatch(r" +723  +4.0  +0.003  +0\.\d+  +\S+  Diagonal\(\)", first)
     assert second.split() == ["723", "?", "?", "?", "?", "Mine()"]
     assert len(units) == 2
-    monkeypatch.setattr(checks, "memory_limit", lambda: 1)
+    monkeypatch.setattr(choice, "memory_limit", lambda: 1)
     lw.fit(mlp(), regression((12,)), Mine())
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.likelihoods.input_noise import InputNoise
-from lapwing.likelihoods.prediction_at_positions import predicted
 from tests.pretended_device import Device
 from tests.refused import refused
 from tests.trained import train
@@ -158,7 +157,7 @@ def test_a_joint_latent_has_the_noise_of_each_input(likelihood):
     x, y = data(6, 3, 3)
     latent, noise = posterior.latent(x, joint=True), posterior.likelihood
     features = inputs_of(posterior.model[-1], posterior.model, x)
-    prediction, rows = predicted(noise, latent, features=features), posterior.predict(x)
+    prediction, rows = noise.predicted(latent, features=features), posterior.predict(x)
     torch.testing.assert_close(prediction.aleatoric_variance, rows.aleatoric_variance)
     torch.testing.assert_close(prediction.log_prob(y), rows.log_prob(y))
     law = prediction.distribution()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lapwing as lw
-from lapwing.data.samples import Samples
+from lapwing.data.inputs import Samples
 from lapwing.likelihoods.inferred import MAX_SAMPLES, inferred_likelihood
 from tests.refused import refused
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.covariance.base import split_blocks
-from lapwing.data.samples import Samples
+from lapwing.data.inputs import Samples
 from lapwing.methods import Batch
 from lapwing.methods import problem as problem_module
 from lapwing.methods.sampled_lla.conjugate_gradients import _residual

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from lapwing.data.inputs import Inputs
-from lapwing.data.samples import Samples
+from lapwing.data.inputs import Inputs, Samples
 from lapwing.methods.passes import Batch
 from lapwing.methods.valla.inducing import kernel
 from lapwing.methods.valla.points import cluster_centres, inducing_points, movable

@@ -18,7 +18,7 @@ from lapwing.jacobian.jacobian import BlockJacobian
 from lapwing.jacobian.layers import READERS
 from lapwing.jacobian.layers.linear import LinearUse
 from lapwing.network.recording_plan import RecordingPlan
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from lapwing.tangent import Tangent
 from lapwing.tangent.stored import from_json, to_json
 from papers.common.measure import LiveBytes
@@ -458,7 +458,7 @@ def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_paramete
     refused(lambda: tangent.record((x[:5], anchors)), "A tensor … has the length 5 of this batch … shared[None]")
     for way in (lw.Linearized(), lw.MonteCarlo(2), lw.Streamlined()):
         with pytest.raises(lw.LapwingError, match=r"A tensor .* has the length 5 of this batch"):
-            way.latent(tangent, build(tangent, "diagonal"), parsed((x[:5], anchors)), False)
+            way.latent(tangent, build(tangent, "diagonal"), prepared((x[:5], anchors)), False)
     torch.testing.assert_close(tangent.record((x[:5], anchors[None])).rows(), tangent.record((x, anchors)).rows()[:5])
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, KroneckerBlock
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from papers.streamlined.equation10 import shifted
 from tests.prediction.streamlined_oracle import F64, mlp_by_loops
 
@@ -44,7 +44,7 @@ def test_it_equals_dense_matrices():
         A, G = factors[block.name]
         inverses = [torch.linalg.inv(M + 0.7**0.5 * torch.eye(len(M), dtype=F64)) for M in (G, A)]
         S[block.name] = torch.kron(*inverses).reshape(*block.matrix_shape[1:], *block.matrix_shape[1:])
-    found = lw.Streamlined().latent(tangent, shifted(covariance), parsed(x))
+    found = lw.Streamlined().latent(tangent, shifted(covariance), prepared(x))
     torch.testing.assert_close(found.covariance, mlp_by_loops(model, S, x, True), rtol=1e-9, atol=1e-12)
 
 

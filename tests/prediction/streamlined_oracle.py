@@ -22,7 +22,7 @@ from lapwing.covariance import (
 )
 from lapwing.data.inputs import Inputs
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from tests.zoo import ZOO
 
 F64 = torch.float64
@@ -58,7 +58,7 @@ def propagate(function, inputs, variances, **options):
     tangent = tn.Tangent.survey(model, inputs, tn.matching("shift"))
     covariance = build(tangent, "diagonal")
     noisy = replace(Inputs(inputs), spreads=variances)
-    latent = Streamlined(**options).latent(tangent, covariance, parsed(noisy))
+    latent = Streamlined(**options).latent(tangent, covariance, prepared(noisy))
     return latent.mean, latent.variance - covariance.diagonal()["shift"], model
 
 

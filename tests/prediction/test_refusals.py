@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.covariance import DenseCovariance
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from lapwing.tangent import Tangent
 from tests.prediction.streamlined_oracle import F64, Function, build, psd
 from tests.prediction.test_quantities import data, fitted, network
@@ -26,7 +26,7 @@ def streamlined(model: nn.Module, x: Any, at: Any = None, mode: str = "diagonal"
     """Predicts from a dense posterior of all weights, at other inputs if they are given."""
     tangent = Tangent.survey(model.double().eval(), x, lw.matching("*"))
     covariance = DenseCovariance(tangent.blocks, psd(tangent.size), torch.ones(len(tangent.blocks), dtype=F64), 1.0)
-    lw.Streamlined(mode).latent(tangent, covariance, parsed(x if at is None else at))
+    lw.Streamlined(mode).latent(tangent, covariance, prepared(x if at is None else at))
 
 
 def with_sorted_inputs() -> None:
@@ -34,7 +34,7 @@ def with_sorted_inputs() -> None:
     sorting = nn.Sequential(nn.Tanh(), Function(lambda x: x.sort(-1).values))
     model = nn.Sequential(nn.Linear(4, 5000), sorting, nn.Linear(5000, 2)).double().eval()
     tangent = Tangent.survey(model, REAL, lw.matching("0.bias"))
-    lw.Streamlined().latent(tangent, build(tangent, "diagonal"), parsed(REAL))
+    lw.Streamlined().latent(tangent, build(tangent, "diagonal"), prepared(REAL))
 
 
 def branching() -> nn.Module:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lapwing import tangent as tn
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from tests.prediction.streamlined_oracle import (
     F64,
     KINDS,
@@ -50,7 +50,7 @@ def test_two_hidden_layers_equal_loops(kind, mode, patterns):
         columns = slice(0 if block.has_weight else inputs, inputs + block.bias)
         S[layer] = torch.zeros(outputs, inputs + 1, outputs, inputs + 1, dtype=F64)
         S[layer][:, columns, :, columns] = found[block.name]
-    latent = Streamlined(mode).latent(tangent, covariance, parsed(x), joint=False)
+    latent = Streamlined(mode).latent(tangent, covariance, prepared(x), joint=False)
     expected = mlp_by_loops(model, S, x, mode == "diagonal")
     torch.testing.assert_close(latent.covariance, expected, rtol=1e-10, atol=1e-10)
 
@@ -65,7 +65,7 @@ def test_product_of_two_independent_layers_is_exact_in_full_mode(kind):
     model = deep_linear()
     tangent = survey(model, x, tn.matching("0.*", "1.*"))
     covariance = build(tangent, kind, scale=0.3)
-    latent = Streamlined("full").latent(tangent, covariance, parsed(x), joint=False)
+    latent = Streamlined("full").latent(tangent, covariance, prepared(x), joint=False)
     S = weight_covariances(tangent, covariance)
     W, V, U = (model[k].weight.detach() for k in (0, 1, 2))
     a = torch.cat([x, torch.ones(4, 1, dtype=F64)], 1)
@@ -87,7 +87,7 @@ def test_inputs_and_model_are_left_alone():
     model = nn.Sequential(nn.ReLU(inplace=True), *layers).double()
     tangent = survey(model, x.clone(), tn.matching("2.*"))
     before = x.clone().requires_grad_()
-    latent = Streamlined().latent(tangent, build(tangent, "kronecker"), parsed(before), joint=False)
+    latent = Streamlined().latent(tangent, build(tangent, "kronecker"), prepared(before), joint=False)
     torch.testing.assert_close(before.detach(), x)
     latent.variance.sum().backward()
     assert before.grad is not None
@@ -100,10 +100,10 @@ def test_low_precision_models(dtype):
     model = nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3)).to(dtype)
     tangent = survey(model, x.to(dtype), tn.matching("0.*", "2.*"))
     covariance = build(tangent, "low rank with residual")
-    latent = Streamlined().latent(tangent, covariance, parsed(x.to(dtype)), joint=False)
+    latent = Streamlined().latent(tangent, covariance, prepared(x.to(dtype)), joint=False)
     model = model.double()
     tangent = survey(model, x.to(dtype).double(), tn.matching("0.*", "2.*"))
-    expected = Streamlined().latent(tangent, covariance, parsed(x.to(dtype).double()), joint=False)
+    expected = Streamlined().latent(tangent, covariance, prepared(x.to(dtype).double()), joint=False)
     assert latent.mean.dtype == torch.float32
     torch.testing.assert_close(latent.mean, expected.mean.float())
     torch.testing.assert_close(latent.covariance, expected.covariance.float())

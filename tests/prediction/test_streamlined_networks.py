@@ -14,7 +14,7 @@ from lapwing import tangent as tn
 from lapwing.covariance import Blockwise, DiagonalBlock
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from tests import oracle
 from tests.prediction.streamlined_oracle import F64, KINDS, build, surveyed
 from tests.quick import others_slow
@@ -47,13 +47,13 @@ def test_zoo_keeps_means_and_does_not_depend_on_the_batch(label):
     model, x = tangent.model, case.inputs(4, 0)
     before = copy.deepcopy(getattr(model, "_orig_mod", model).state_dict())
     covariance = covariance_of(tangent)
-    latent = way.latent(tangent, covariance, parsed(x))
+    latent = way.latent(tangent, covariance, prepared(x))
     torch.testing.assert_close(latent.mean, oracle.call(model, x).detach(), rtol=1e-12, atol=1e-12)
     assert (latent.variance > 0).all()
     for rows in (slice(0, 1), slice(1, 4)):
-        part = way.latent(tangent, covariance, parsed(oracle.take(x, rows)))
+        part = way.latent(tangent, covariance, prepared(oracle.take(x, rows)))
         torch.testing.assert_close(part.covariance, latent.covariance[rows], rtol=1e-9, atol=1e-12)
-    other = way.latent(tangent, covariance, parsed(case.inputs(3, 7)))
+    other = way.latent(tangent, covariance, prepared(case.inputs(3, 7)))
     torch.testing.assert_close(other.mean, oracle.call(model, case.inputs(3, 7)).detach(), rtol=1e-12, atol=1e-12)
     after = getattr(model, "_orig_mod", model).state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
@@ -72,8 +72,8 @@ def test_last_layer_is_linearised(name, kind, mode):
     x = case.inputs(3, 0)
     tangent = tn.Tangent.survey(case.build(), x, tn.last_layer)
     covariance = build(tangent, kind)
-    expected = Linearized().latent(tangent, covariance, parsed(x), joint=False)
-    found = Streamlined(mode).latent(tangent, covariance, parsed(x))
+    expected = Linearized().latent(tangent, covariance, prepared(x), joint=False)
+    found = Streamlined(mode).latent(tangent, covariance, prepared(x))
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-9, atol=1e-12)
 
 
@@ -83,8 +83,8 @@ def test_full_mode_is_linearised_to_first_order(name):
     torch.manual_seed(2)
     tangent, x = surveyed(name), ZOO[name].inputs(3, 0)
     covariance = covariance_of(tangent, scale=1e7, precision=1e8)
-    expected = Linearized().latent(tangent, covariance, parsed(x), joint=False)
-    found = Streamlined("full", attention="scores").latent(tangent, covariance, parsed(x))
+    expected = Linearized().latent(tangent, covariance, prepared(x), joint=False)
+    found = Streamlined("full", attention="scores").latent(tangent, covariance, prepared(x))
     error = (found.covariance - expected.covariance).norm() / expected.covariance.norm()
     assert error < 1e-6
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-12, atol=1e-12)
@@ -119,13 +119,13 @@ def test_batches_of_another_length_need_no_other_reading(make):
     model, x = make(), tokens(4, 6)
     tangent = tn.Tangent.survey(model, {**x, "attention_mask": torch.ones_like(x["attention_mask"])}, tn.matching("*"))
     covariance = covariance_of(tangent)
-    first = Streamlined().latent(tangent, covariance, parsed(x))
+    first = Streamlined().latent(tangent, covariance, prepared(x))
     torch.testing.assert_close(first.mean, oracle.call(model, x).detach(), rtol=1e-12, atol=1e-12)
     other = tokens(3, 8, seed=3)
-    second = Streamlined().latent(tangent, covariance, parsed(other))
+    second = Streamlined().latent(tangent, covariance, prepared(other))
     torch.testing.assert_close(second.mean, oracle.call(model, other).detach(), rtol=1e-12, atol=1e-12)
-    assert read(tangent, parsed(x)) is read(tangent, parsed(other))
-    one = Streamlined().latent(tangent, covariance, parsed(tokens(1, 5)))
+    assert read(tangent, prepared(x)) is read(tangent, prepared(other))
+    one = Streamlined().latent(tangent, covariance, prepared(tokens(1, 5)))
     torch.testing.assert_close(one.mean, oracle.call(model, tokens(1, 5)).detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -144,14 +144,14 @@ def test_own_forward_with_functional_operations():
     x = (torch.randn(5, 4, dtype=F64), torch.rand(5, 1, dtype=F64))
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = covariance_of(tangent)
-    latent = Streamlined().latent(tangent, covariance, parsed(x))
+    latent = Streamlined().latent(tangent, covariance, prepared(x))
     torch.testing.assert_close(latent.mean, model(*x).detach())
     by_dict = {"x": x[0], "scale": x[1]}
-    again = Streamlined().latent(tangent, covariance, parsed(by_dict))
+    again = Streamlined().latent(tangent, covariance, prepared(by_dict))
     torch.testing.assert_close(again.covariance, latent.covariance)
     forward = lambda m, given: m(given["x"], given["scale"])  # noqa: E731
     called = tn.Tangent.survey(model, {**by_dict, "names": list("abcde")}, tn.matching("*"), forward=forward)
-    again = Streamlined().latent(called, covariance, parsed({**by_dict, "names": list("abcde")}))
+    again = Streamlined().latent(called, covariance, prepared({**by_dict, "names": list("abcde")}))
     torch.testing.assert_close(again.covariance, latent.covariance)
 
 

@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.prediction.streamlined import Kind, Operation, broadcast, independent, register_operation
 from lapwing.prediction.streamlined.moments import Moments
 from lapwing.prediction.streamlined.operations import OPERATIONS, operation_of
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from lapwing.tangent import Tangent
 from tests.prediction.streamlined_oracle import F64, build
 from tests.refused import refused
@@ -68,7 +68,7 @@ def variances(together: Callable[..., Tensor], way: lw.Streamlined = lw.Streamli
     model = Net(together, first=nn.Linear(4, 6), last=nn.Linear(6, 2)).double().eval()
     x = torch.randn(3, 5, 4, dtype=F64)
     tangent = Tangent.survey(model, x, lw.matching("*.bias"))
-    return way.latent(tangent, build(tangent, "diagonal"), parsed(x)).variance
+    return way.latent(tangent, build(tangent, "diagonal"), prepared(x)).variance
 
 
 @pytest.mark.usefixtures("table")

@@ -14,7 +14,7 @@ from lapwing import tangent as tn
 from lapwing.errors import LapwingError
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from tests.prediction.streamlined_oracle import F64, propagate
 from tests.prediction.test_streamlined_networks import covariance_of
 
@@ -191,15 +191,17 @@ def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
     x = torch.randn(6, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = covariance_of(tangent, precision=1e6)
-    exact = Linearized().latent(tangent, covariance, parsed(x), joint=False)
+    exact = Linearized().latent(tangent, covariance, prepared(x), joint=False)
     errors = []
     for residual in ("independent", "correlated"):
-        latent = Streamlined("full", residual=residual).latent(tangent, covariance, parsed(x))
+        latent = Streamlined("full", residual=residual).latent(tangent, covariance, prepared(x))
         errors.append(float((latent.variance / exact.variance).log().abs().mean()))
     assert errors[1] < 0.5 * errors[0]
     assert errors[1] < 1e-4
     torch.testing.assert_close(latent.covariance, exact.covariance, rtol=1e-3, atol=1e-12)
-    torch.testing.assert_close(Streamlined("full").latent(tangent, covariance, parsed(x)).covariance, latent.covariance)
+    torch.testing.assert_close(
+        Streamlined("full").latent(tangent, covariance, prepared(x)).covariance, latent.covariance
+    )
 
 
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
@@ -219,8 +221,8 @@ def test_hooks_that_come_and_go_between_predictions_count():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval(), torch.randn(5, 3, dtype=F64)
     tangent = tn.Tangent.survey(model, x)
     covariance = covariance_of(tangent, precision=4.0)
-    before = Streamlined().latent(tangent, covariance, parsed(x))
+    before = Streamlined().latent(tangent, covariance, prepared(x))
     handle = model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
-    torch.testing.assert_close(Streamlined().latent(tangent, covariance, parsed(x)).mean, model(x).detach())
+    torch.testing.assert_close(Streamlined().latent(tangent, covariance, prepared(x)).mean, model(x).detach())
     handle.remove()
-    torch.testing.assert_close(Streamlined().latent(tangent, covariance, parsed(x)).mean, before.mean)
+    torch.testing.assert_close(Streamlined().latent(tangent, covariance, prepared(x)).mean, before.mean)

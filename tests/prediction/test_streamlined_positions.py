@@ -17,7 +17,7 @@ from lapwing.network.eager import without_compiled
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.streamlined.moments import Moments
-from lapwing.prediction.uncertain import parsed
+from lapwing.prediction.uncertain import prepared
 from papers.common.networks import BasicBlock
 from tests.prediction.streamlined_oracle import F64, Function, build, surveyed
 from tests.prediction.test_streamlined_networks import NAMES, QUICK, covariance_of
@@ -63,8 +63,8 @@ def test_mean_over_the_positions_of_one_layer_is_exact(layer, positive, kind):
     x = x.abs() + 0.1 if positive else x
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = build(tangent, kind)
-    expected = Linearized().latent(tangent, covariance, parsed(x), joint=False).variance
-    found = Streamlined().latent(tangent, covariance, parsed(x)).variance
+    expected = Linearized().latent(tangent, covariance, prepared(x), joint=False).variance
+    found = Streamlined().latent(tangent, covariance, prepared(x)).variance
     if positive and kind != "dense block":  # a dense block may turn weights against each other
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert (found >= expected * (1 - 1e-9)).all()
@@ -76,7 +76,7 @@ def one_equals_several(model, x, shape, kind="diagonal"):
     for inputs in (x, x.expand(shape).contiguous()):
         tangent = tn.Tangent.survey(model, inputs, tn.matching("*"))
         torch.manual_seed(1)
-        results.append(Streamlined().latent(tangent, build(tangent, kind), parsed(inputs)).covariance)
+        results.append(Streamlined().latent(tangent, build(tangent, kind), prepared(inputs)).covariance)
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
 
 
@@ -121,9 +121,9 @@ def test_correlated_positions_are_nearer(make):
     model, x = model.double().eval(), x.double()
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = covariance_of(tangent, **SURE)
-    exact = Linearized().latent(tangent, covariance, parsed(x), joint=False).variance
+    exact = Linearized().latent(tangent, covariance, prepared(x), joint=False).variance
     errors = [
-        (Streamlined(positions=p).latent(tangent, covariance, parsed(x)).variance / exact).log().abs().mean()
+        (Streamlined(positions=p).latent(tangent, covariance, prepared(x)).variance / exact).log().abs().mean()
         for p in ("independent", "correlated")
     ]
     assert errors[1] < 0.5 * errors[0]
@@ -165,7 +165,7 @@ def test_samples_anywhere_give_the_same(kind):
         model = Net(together, a=nn.Sequential(nn.Linear(4, 5), nn.ReLU()), b=nn.Linear(5, 2)).double().eval()
         tangent = tn.Tangent.survey(model, x, tn.matching("*"))
         torch.manual_seed(1)
-        results.append(Streamlined().latent(tangent, covariance_of(tangent), parsed(x)).covariance)
+        results.append(Streamlined().latent(tangent, covariance_of(tangent), prepared(x)).covariance)
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
 
 
@@ -206,7 +206,7 @@ def cross(function, groups):
 def cross_attended(function, positions="correlated", groups=1, **options):
     tangent, x = cross(function, groups)
     torch.manual_seed(1)
-    return Streamlined(positions=positions, **options).latent(tangent, covariance_of(tangent), parsed(x)).variance
+    return Streamlined(positions=positions, **options).latent(tangent, covariance_of(tangent), prepared(x)).variance
 
 
 @pytest.mark.parametrize("kind", others_slow(BY_HAND, ["einsum"]))
@@ -258,7 +258,7 @@ def test_differentiable_in_inputs_where_variances_are_zero():
     covariance = covariance_of(tangent)
 
     def variance(inputs):
-        return Streamlined().latent(tangent, covariance, parsed(inputs)).variance
+        return Streamlined().latent(tangent, covariance, prepared(inputs)).variance
 
     assert torch.autograd.gradcheck(variance, (x.requires_grad_(),))
     assert F.relu(model[0](x)).eq(0).any()

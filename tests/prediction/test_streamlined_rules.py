@@ -12,7 +12,7 @@ import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.prediction.linearized import Linearized
 from lapwing.prediction.streamlined import Streamlined
-from lapwing.prediction.uncertain import Uncertain, parsed
+from lapwing.prediction.uncertain import Uncertain, prepared
 from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, jacobians, propagate
 from tests.quick import others_slow
 
@@ -249,13 +249,13 @@ def test_treated_layer_equals_derivatives(case, uncertain):
     x, v = torch.randn(3, *shape, dtype=F64), torch.rand(3, *shape, dtype=F64) if uncertain else None
     tangent = tn.Tangent.survey(model, x, tn.matching(params))
     covariance = build(tangent, kind)
-    latent = Streamlined().latent(tangent, covariance, parsed(x if v is None else Uncertain(x, v)))
+    latent = Streamlined().latent(tangent, covariance, prepared(x if v is None else Uncertain(x, v)))
     expected = layer_by_derivatives(model, tangent, covariance, x, v)
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(latent.mean, model(x).detach())
     if v is None:
         full, exact = (
-            way.latent(tangent, covariance, parsed(x), joint=False) for way in (Streamlined("full"), Linearized())
+            way.latent(tangent, covariance, prepared(x), joint=False) for way in (Streamlined("full"), Linearized())
         )
         torch.testing.assert_close(full.covariance, exact.covariance)
 
@@ -275,11 +275,11 @@ def test_treated_norm_equals_derivatives(norm, kind, params):
     x = torch.randn(3, 4, dtype=F64)
     tangent = tn.Tangent.survey(model, x, tn.matching(params))
     covariance = build(tangent, kind)
-    latent = Streamlined().latent(tangent, covariance, parsed(x))
+    latent = Streamlined().latent(tangent, covariance, prepared(x))
     expected = layer_by_derivatives(model, tangent, covariance, x, None)
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
     v = torch.rand(3, 4, dtype=F64)
-    latent = Streamlined().latent(tangent, covariance, parsed(Uncertain(x, v)))
+    latent = Streamlined().latent(tangent, covariance, prepared(Uncertain(x, v)))
     plain = nn.Sequential(make(), nn.Flatten()).double().eval()
     with torch.no_grad():
         gamma_v = cut_variance(tangent, covariance, "0.weight", model[0].weight)
@@ -319,7 +319,7 @@ def test_treated_embedding_gives_its_rows():
     tokens = torch.tensor([[1, 5, 0], [2, 2, 4]])
     tangent = tn.Tangent.survey(model, tokens, tn.matching("*"))
     covariance = build(tangent, "diagonal")
-    latent = Streamlined().latent(tangent, covariance, parsed(tokens))
+    latent = Streamlined().latent(tangent, covariance, prepared(tokens))
     table = tn.split(tangent.blocks, covariance.diagonal())["0.weight"].clone()
     table[0] = 0
     torch.testing.assert_close(latent.variance, table[tokens].flatten(1))

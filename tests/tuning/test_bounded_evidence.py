@@ -14,8 +14,7 @@ from torch.distributions import MultivariateNormal
 from torch.nn.functional import cross_entropy
 
 import lapwing as lw
-from lapwing.data.inputs import Inputs
-from lapwing.data.samples import Samples
+from lapwing.data.inputs import Inputs, Samples
 from lapwing.tuning import BoundedEvidence, Training
 from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve

@@ -24,7 +24,7 @@ from ...errors import LapwingError
 from ...linalg import doubled, row_products, total
 from ...tangent import Cotangents, Record, Vectors
 from ..passes import Batch, Step, SumPass
-from ..problem import FisherRoot, Problem, root_positions
+from ..problem import Problem
 from ..state import BlockSums
 
 NOISE_STREAM, ROOT_STREAM, PRIOR_STREAM = range(3)  # streams of random numbers
@@ -53,7 +53,6 @@ class PositionedRoot(Cotangents):
     def __init__(self, problem: Problem) -> None:
         self._problem, self._start, self._taken, self._places = problem, 0, 0, 1
         self.columns: int = problem.root.columns
-        self._root_positions = root_positions(problem.tangent)
         self._marks: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -81,8 +80,7 @@ class PositionedRoot(Cotangents):
             where = (sample, ROOT_STREAM) if self._places == 1 else (place, stream_of(sample, ROOT_STREAM))
             seed = torch.randint(2**62, (), generator=generator_at(problem.seed, *where))
             generator = torch.Generator(outputs.device).manual_seed(int(seed))
-            root = FisherRoot(problem.likelihood, problem.tangent.outputs, generator, self._root_positions)
-            columns.append(root(output[None]))
+            columns.append(problem.root.drawn(generator)(output[None]))
         return torch.cat(columns)
 
     def _check_order(self, outputs: Tensor, before: Tensor) -> None:

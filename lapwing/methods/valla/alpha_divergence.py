@@ -133,7 +133,7 @@ class AlphaSteps(MovingSteps):
         """Returns the unit of a step; for L such that A reaches `N/(M σ² τ)` in `1/learning_rate` steps."""
         if name != "root":
             return super().width(name)
-        return self.scale.at(self._start).of_curvature ** 0.5 / len(self.anchors)
+        return replace(self.scale, noise_variance=self._start).of_curvature ** 0.5 / len(self.anchors)
 
     def rate_at(self, taken: int) -> float:
         return self.rate if self._fit.schedule == "constant" else super().rate_at(taken)

@@ -210,7 +210,7 @@ class BoundSteps(MovingSteps):
         recent = (features @ features.T).detach() / count
         h = state.kept.get("h", recent)  # from earlier batches, so that no sample explains itself
         # 3. F Fᵀ = I + N h/(σ² τ δ) (M, M), which has the log determinant of I + LᵀK_Z L at the optimal A
-        scale = self.scale.at(likelihood.noise_variance if noise is None else noise)
+        scale = replace(self.scale, noise_variance=likelihood.noise_variance if noise is None else noise)
         factor = cholesky(self.check_finite(state, eye + h * (scale.of_curvature / precision)))
         shrunk = torch.linalg.solve_triangular(factor, features, upper=False)
         # 4. δ Σ tr(Λ K*) = Σ tr Rᵀ(K_x - φφᵀ + φ (F Fᵀ)⁻¹ φᵀ)R over the batch
