@@ -94,6 +94,10 @@ def regression() -> lw.Posterior:
     return fit([(X, REAL)])
 
 
+def answers() -> Any:
+    return fit([(X, Y > 0)], nn.Linear(4, 1).eval()).predict(X)
+
+
 def mode(loader: Any = None) -> float:
     return posterior().log_marginal_likelihood(linearised_mode=True, loader=loader)
 
@@ -291,6 +295,9 @@ def translator() -> nn.Module:
 
     return Translator().eval()
 
+
+MANY = 10**12
+"""More draws than memory holds."""
 
 METHODS = [lw.KFAC(), lw.EKFAC(), lw.Full(), lw.Diagonal(), lw.ELLA(rank=2, rows=4)]
 HOLES = changed(REAL.abs().round(), (3, 2), NAN)
@@ -524,6 +531,12 @@ REFUSED = [
     (lambda: predict(X, link=lw.SampledLink(), generator=3), "generator=3 … manual_seed(0)"),
     (lambda: posterior().latent([X, X], joint=True), "loader has no joint latent … Pass a tensor"),
     (lambda: posterior().sample(0), "posterior.sample(n=0) … at least 1 … n=512"),
+    *((lambda ask=ask: ask(), "Ask for") for ask in (
+        lambda: posterior().sample(MANY), lambda: posterior().latent(X).sample(10**400),
+        lambda: posterior().latent(X, joint=True).sample(MANY), lambda: posterior().latent(X, via=VIAS[1]).sample(MANY),
+        lambda: predict(X, via=lw.MonteCarlo(MANY)), lambda: predict(X).sample(MANY), lambda: answers().sample(MANY),
+        lambda: regression().predict(X).sample(MANY), lambda: regression().predict(X, via=VIAS[1]).sample(MANY))),
+    (lambda: answers().sample("a"), "not a number of draws"),
     (lambda: posterior().sample(2, seed=-1), "seed=-1 … from 0 to … seed=0"),
     (lambda: posterior().sample_function(seed=1.5), "posterior.sample_function(seed=1.5 … from 0 to … seed=0"),
     (lambda: posterior().sample_function(n=0), "posterior.sample_function(n=0) … at least 1 … n=512"),
@@ -813,28 +826,3 @@ def test_what_does_not_change_the_weights_is_fine() -> None:
     model.train()
     model.share_memory()
     torch.testing.assert_close(fitted.latent(X).covariance, expected)
-
-
-MANY = 10**12
-
-
-def test_more_draws_than_memory_holds() -> None:
-    x = torch.randn(6, 4)
-    classes = lw.fit(nn.Linear(4, 3).eval(), [(x, torch.arange(6) % 3)])
-    answers = lw.fit(nn.Linear(4, 1).eval(), [(x, torch.arange(6) > 2)])
-    numbers = lw.fit(nn.Linear(4, 2).eval(), [(x, torch.randn(6, 2))])
-    drawn = lw.MonteCarlo(3)
-    for ask in (
-        lambda: classes.sample(MANY),
-        lambda: classes.latent(x).sample(10**400),
-        lambda: classes.latent(x, joint=True).sample(MANY),
-        lambda: classes.latent(x, via=drawn).sample(MANY),
-        lambda: classes.predict(x, via=lw.MonteCarlo(MANY)),
-        lambda: classes.predict(x).sample(MANY),
-        lambda: answers.predict(x).sample(MANY),
-        lambda: numbers.predict(x).sample(MANY),
-        lambda: numbers.predict(x, via=drawn).sample(MANY),
-    ):
-        with pytest.raises(lw.LapwingError, match="Ask for (fewer|at most)"):
-            ask()
-    refused(lambda: answers.predict(x).sample("a"), "not a number of draws")

@@ -82,14 +82,6 @@ def test_results_show_what_print_shows():
     assert "prior precision" in repr(posterior.diagnose())
 
 
-def test_a_posterior_says_what_the_default_chose():
-    data = [(X, LABELS)]
-    text = repr(lw.fit(network(), data))
-    assert "over 27 of 67 weights of Sequential (2.weight, 2.bias)" in text
-    assert "tuned by BoundedEvidence>" in text
-    assert "all 67 weights" in repr(lw.fit(network(), data, lw.KFAC()))
-
-
 def test_tuned_says_whether_a_tuning_chose_a_number():
     data, noisy = [(X, LABELS)], [(X, X[:, :3])]
     assert lw.fit(network(), data).tuned

@@ -84,7 +84,21 @@ def novelty(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
     return [lw.novelty(model, [(x, labels)], by=by)(2 * x[:1]).log1p() for by in ("mahalanobis", "knn")]
 
 
-FEATURES = [of, explain, influence, value, sampled, matrix, distribution, joint, novelty]
+def information(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
+    y = torch.arange(len(x)) % 3 if outputs == 3 else torch.arange(len(x))[:, None] % 2 > 0
+    prediction = lw.fit(model, (x, y), prior_precision=2.0).predict(x, link=lw.Quadrature())
+    return [prediction.probs, prediction.mutual_information()]
+
+
+def mixture(model: nn.Module, x: Tensor, outputs: int) -> list[Tensor]:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[2].bias += 1.0
+    found = lw.mixture([fitted(one, x, outputs)[0] for one in (model, other)]).predict(x)
+    return [found.mean, found.variance, found.variance_between_members, found.variance_within_members]
+
+
+FEATURES = [of, explain, influence, value, sampled, matrix, distribution, joint, novelty, information, mixture]
 
 
 @pytest.mark.parametrize("size", others_slow([(1, 1), (12, 3), (1, 3), (12, 1)], [(1, 1), (12, 3)]), ids=str)

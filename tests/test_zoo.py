@@ -16,15 +16,6 @@ B = 3
 cases = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
 
 
-def _combine(combine: Callable[[Tensor, Tensor], Tensor], x: Any, z: Any) -> Any:
-    """Apply a function of two tensors to two batches of one structure."""
-    if isinstance(x, Tensor):
-        return combine(x, z)
-    if isinstance(x, dict):
-        return {key: combine(x[key], z[key]) for key in x}
-    return tuple(map(combine, x, z))
-
-
 def _close(actual: Tensor, expected: Tensor, rtol: float = 1e-12, atol: float = 1e-12) -> None:
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
@@ -53,55 +44,6 @@ def _moved_outputs(case: Case, x: Any, step: Tensor) -> Tensor:
         for name, where in oracle.parameter_slices(model).items():
             named[name] += step[where].view_as(named[name])
     return oracle.outputs(model, x)
-
-
-@cases
-def test_build_is_deterministic_and_leaves_the_global_generator_alone(case: Case) -> None:
-    state = torch.get_rng_state()
-    first, second = case.build(), case.build()
-    assert torch.equal(torch.get_rng_state(), state)
-    _close(oracle.flat_parameters(first), oracle.flat_parameters(second), rtol=0, atol=0)
-    assert not any(module.training for module in first.modules())
-    tensors = [*first.parameters(), *first.buffers()]
-    assert all(tensor.dtype == torch.float64 for tensor in tensors if tensor.is_floating_point())
-    assert 20 <= len(oracle.flat_parameters(first)) <= 2500
-
-
-@cases
-def test_forward_is_repeatable_by_sample_and_has_the_stated_shapes(case: Case) -> None:
-    model, x = case.build(), case.inputs(B, 0)
-    reference = oracle.outputs(model, x)
-    assert reference.shape == (B, case.outputs)
-    assert reference.dtype == torch.float64
-    assert torch.isfinite(reference).all()
-    assert reference.std() > 1e-3
-    with torch.no_grad():
-        _close(oracle.call(model, x), reference, rtol=1e-10, atol=1e-10)  # default kernels, fused paths
-        _close(oracle.call(model, x), oracle.call(model, x), rtol=0, atol=0)
-        if case.squeezed:
-            assert model(x).shape == (B,)
-    _samples_are_independent(case, model, x)
-    y = case.targets(B, 0)
-    assert torch.equal(y, case.targets(B, 0))
-    if case.classification:
-        assert y.dtype == torch.int64
-        assert y.shape == (B,)
-        assert 0 <= y.min() <= y.max() < case.outputs
-    else:
-        assert y.dtype == torch.float64
-        assert y.shape == ((B,) if case.squeezed else (B, case.outputs))
-
-
-def _samples_are_independent(case: Case, model: nn.Module, x: Any) -> None:
-    """Check that the outputs of a sample depend on no other one, and that the network does not write its inputs."""
-    other = case.inputs(B, 1)
-    before = _combine(lambda a, _: a.clone(), x, x)
-    mixed = _combine(lambda a, b: torch.cat([a[:1], b[1:]]), x, other)
-    f, f_mixed = oracle.outputs(model, x), oracle.outputs(model, mixed)
-    _close(f_mixed[0], f[0])
-    assert not torch.allclose(f_mixed[1:], f[1:])
-    _close(oracle.outputs(model, oracle.take(x, slice(0, 1))), f[:1])
-    _combine(lambda a, b: _close(a, b, rtol=0, atol=0), x, before)
 
 
 @pytest.mark.quick(10)

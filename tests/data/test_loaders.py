@@ -24,6 +24,7 @@ from torch.utils.data import (
 import lapwing as lw
 from lapwing.data.data import Data
 from tests.network.test_devices import away
+from tests.refilling import Refilling
 from tests.refused import refused
 
 X, Y, REAL = torch.randn(20, 4), torch.arange(20) % 3, torch.randn(20, 1)
@@ -170,22 +171,12 @@ def test_shares_of_a_distributed_sampler_leave_its_repeated_samples_out(count: i
 
 
 # --- the same tensors for every batch --------------------------------------------------------------------------------
-class Refilling:
-    """Batches that are written into the same tensors, as staging buffers are."""
-
-    def __init__(self, *columns: Tensor) -> None:
-        self.columns = [column.split(6) for column in columns]
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        kept = [parts[0].clone() for parts in self.columns]
-        for batch in zip(*self.columns, strict=True):
-            for tensor, values in zip(kept, batch, strict=True):
-                tensor.resize_(values.shape).copy_(values)
-            yield tuple(kept)
-
-
 def fresh(*columns: Tensor) -> list[tuple[Tensor, ...]]:
     return list(zip(*(column.split(6) for column in columns), strict=True))
+
+
+def refilling(*columns: Tensor) -> Refilling:
+    return Refilling(fresh(*columns))
 
 
 def _latents(posterior: lw.Posterior) -> Tensor:
@@ -238,14 +229,14 @@ def elsewhere(*columns: Tensor) -> list[tuple[Tensor, ...]]:
 @pytest.mark.parametrize("way_in", WAYS_IN)
 def test_a_loader_that_fills_the_same_tensors_or_is_elsewhere_gives_what_a_list_gives(way_in: str, y: Tensor) -> None:
     wanted = WAYS_IN[way_in](fresh, y)
-    for kind in (Refilling, elsewhere):
+    for kind in (refilling, elsewhere):
         torch.manual_seed(0)
         torch.testing.assert_close(WAYS_IN[way_in](kind, y), wanted, rtol=0, atol=0)
 
 
 def test_a_bfloat16_network_and_a_loader_that_fills_the_same_tensors() -> None:
     model = network(1).bfloat16()
-    found, wanted = (lw.fit(model, kind(X.bfloat16(), REAL)) for kind in (Refilling, fresh))
+    found, wanted = (lw.fit(model, kind(X.bfloat16(), REAL)) for kind in (refilling, fresh))
     assert found.noise_variance == wanted.noise_variance
     assert torch.equal(found.latent(X.bfloat16()).variance, wanted.latent(X.bfloat16()).variance)
 

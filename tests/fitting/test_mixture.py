@@ -222,31 +222,6 @@ def test_members_with_frozen_layers(kind, tmp_path):
     assert networks[0][2].weight.requires_grad
 
 
-@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
-def test_members_in_bfloat16_are_close_to_the_same_networks_in_float32(kind):
-    x, y = (one.bfloat16() if one.is_floating_point() else one for one in data(kind))
-    likelihood = lw.Gaussian(noise_variance=0.02) if kind == "gaussian" else kind
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        networks = [copy.deepcopy(trained(kind, seed)).bfloat16().to(dtype) for seed in range(2)]
-        pair = x.to(dtype), y.to(dtype) if kind == "gaussian" else y
-        held_out = tuple(part.to(dtype) if part.is_floating_point() else part for part in data(kind, 60))
-        each = [lw.fit(one, pair, lw.KFAC(), likelihood=likelihood, prior_precision=2.0) for one in networks]
-        found.append(lw.mixture(each, validation=held_out).predict(pair[0]))
-    rough, exact = found
-    if kind == "gaussian":
-        assert float((rough.mean.float() - exact.mean).abs().mean()) < 0.02
-        for name in ("variance_between_members", "variance_within_members", "variance"):
-            part = getattr(exact, name)
-            assert float((getattr(rough, name).float() - part).norm()) < 0.1 * float(part.norm()), name
-    else:
-        torch.testing.assert_close(rough.probs.float(), exact.probs, rtol=0, atol=0.03)
-        for name in ("between_members", "within_members", "mutual_information"):
-            part, other = getattr(exact, name)(), getattr(rough, name)().float()
-            assert bool((other >= 0).all())
-            assert float((other - part).norm()) < 0.1 * float(part.norm()), name
-
-
 def test_a_mixture_is_saved_to_a_folder_and_loaded(tmp_path):
     x = data("categorical")[0]
     mixture = lw.mixture(members("categorical"), validation=data("categorical", 60))

@@ -325,17 +325,6 @@ def test_too_many_positions_for_all_weights_are_sampled(caplog):
     assert lw.fit(model, [(x, y)]).predict(x).probs.shape == (2, CLASSES, 19, 18)  # the last layer
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("tune", [lw.BoundedEvidence(), lw.Evidence(), None])
-@pytest.mark.parametrize("method", [None, lw.KFAC()])
-def test_tunings_and_held_out_data(method, tune):
-    model, loader, x = case("transformer")
-    posterior = lw.fit(model, loader, method, tune=tune)
-    assert posterior.predict(x).probs.isfinite().all()
-    held_out = lw.fit(model, loader[:1], method, validation=loader[1:])
-    assert held_out.logit_temperature >= 1
-
-
 def test_held_out_scores_leave_out_labels_that_do_not_count():
     model, loader, _ = case("tagger")
     posterior = lw.fit(model, loader[:1], prior_precision=1.0)

@@ -144,14 +144,6 @@ class TestTwoClasses:
         torch.testing.assert_close(binary.probs[:, 0], classes.probs[:, 1])
         torch.testing.assert_close(binary.mutual_information(), classes.mutual_information())
 
-    def test_fisher_and_likelihood(self):
-        f = torch.randn(5, 1, dtype=F64)
-        two = torch.cat([torch.zeros_like(f), f], 1)
-        root, root2 = Bernoulli().fisher_root(f), Categorical().fisher_root(two)
-        torch.testing.assert_close(root @ root.mT, (root2 @ root2.mT)[:, 1:, 1:])
-        answers = torch.tensor([1, 0, 0, 1, 1])
-        torch.testing.assert_close(Bernoulli().log_prob(f, answers), Categorical().log_prob(two, answers))
-
 
 class TestPrediction:
     def test_numbers(self):
@@ -182,39 +174,6 @@ class TestPrediction:
         information = Bernoulli().predict(marginal([0.3, 5.0], [0.0, 1e-4])).mutual_information()
         assert (information >= 0).all()
         assert (information < 1e-8).all()
-
-
-class TestFits:
-    """A fit with one logit equals a fit with two logits of which the first is fixed at 0."""
-
-    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(40, 3, generator=generator, dtype=F64)
-        return x, (x[:, 0] - x[:, 1] + 0.5 * torch.randn(40, generator=generator, dtype=F64)) > 0
-
-    @pytest.mark.parametrize("tune", [lw.Evidence(), lw.BoundedEvidence(), "validation"])
-    def test_equals_two_classes(self, tune):
-        """Other methods than `Full` have other rows or factors for two logits."""
-        x, y = self.data()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            one = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double().eval()
-        two = lambda model, x: torch.cat([torch.zeros(len(x), 1, dtype=F64), model(x)], 1)  # noqa: E731
-        if tune == "validation":
-            tune = lw.Validation([(x[:15], y[:15])])
-        loader = [(x[:25], y[:25]), (x[25:], y[25:])]
-        binary = lw.fit(one, loader, lw.Full(), likelihood="bernoulli", tune=tune)
-        loader = [(x, y.long()) for x, y in loader]
-        if isinstance(tune, lw.Validation):
-            tune = lw.Validation([(x[:15], y[:15].long())])
-        classes = lw.fit(one, loader, lw.Full(), likelihood="categorical", forward=two, tune=tune)
-        rough = 1e-6 if isinstance(tune, lw.Evidence) else 0.3  # other tunings use the default links, which differ
-        assert math.log(binary.prior_precision) == pytest.approx(math.log(classes.prior_precision), abs=rough)
-        classes = classes.with_prior(binary.prior_precision)
-        torch.testing.assert_close(binary.latent(x).variance[:, 0], classes.latent(x).variance[:, 1])
-        assert binary.log_marginal_likelihood() == pytest.approx(classes.log_marginal_likelihood(), rel=1e-9)
-        ours, theirs = binary.predict(x, link=lw.Probit()), classes.predict(x)
-        torch.testing.assert_close(ours.log_prob(y), theirs.log_prob(y.long()))
 
 
 def test_the_link_of_a_tuning_agrees_with_quadrature():

@@ -15,6 +15,7 @@ import lapwing as lw
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm
 from tests import oracle
+from tests.trained import train
 
 F64 = torch.float64
 SEED = torch.Generator().manual_seed(0)
@@ -38,12 +39,7 @@ CASES = torch.tensor(
 def network(dtype: torch.dtype = F64) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
-    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(150):
-        optimiser.zero_grad()
-        (-lw.Censored(0.3).log_prob(model(X.to(dtype)), KNOWN.to(dtype)).mean()).backward()
-        optimiser.step()
-    return model.eval()
+    return train(model, lambda: -lw.Censored(0.3).log_prob(model(X.to(dtype)), KNOWN.to(dtype)).mean(), rate=0.01)
 
 
 def by_scipy(law: Any, low: float, high: float) -> float:
@@ -134,14 +130,6 @@ def test_the_data_decide_on_an_open_noise(held_out: bool, df: float | None) -> N
         posterior.with_noise(2.0)
 
 
-def test_targets_that_do_not_determine_the_noise() -> None:
-    """The likelihood has no inner maximum where all targets are censored and the outputs miss all, or none."""
-    below = torch.stack([torch.full_like(Y, -torch.inf), Y - 100], 1)
-    for targets in (below, -below.flip(1), torch.stack([Y - 100, Y + 100], 1)):
-        with pytest.raises(lw.LapwingError, match="do not determine the noise variance"):
-            lw.fit(network(), [(X, targets)], lw.KFAC(), likelihood="censored")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_methods_and_files(dtype: torch.dtype, tmp_path: Path) -> None:
     model = network(dtype)
@@ -186,40 +174,3 @@ def test_comparisons_have_the_log_density_alone() -> None:
     posterior = lw.fit(network(), [(X, KNOWN)], likelihood="censored")
     table = lw.compare({"fit": posterior}, [(X, KNOWN)], repeats=1)
     assert float(table["fit"]["NLL"]) == pytest.approx(-float(posterior.predict(X).log_prob(KNOWN).mean()), rel=1e-5)
-
-
-def test_intervals_cover_times_that_were_censored() -> None:
-    """A third of the training times are censored. The intervals are compared with the true ones."""
-    torch.manual_seed(1)
-    x = torch.randn(900, 3)
-    time = (0.8 * x[:, :1].sin() + 0.4 * torch.randn(900, 1))[:, 0]
-    known = ends(time, torch.randn(900) + 0.5)
-    assert 0.2 < float((known[:, 1] == torch.inf).float().mean()) < 0.5
-    model, log_noise = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1)), torch.zeros((), requires_grad=True)
-    optimiser = torch.optim.Adam([*model.parameters(), log_noise], 1e-2)
-    for _ in range(300):
-        optimiser.zero_grad()
-        (-lw.Censored().log_prob(model(x[:300]), known[:300], log_noise.exp()).mean()).backward()
-        optimiser.step()
-    posterior = lw.fit(
-        model.eval(), (x[:300], known[:300]), likelihood="censored", validation=(x[300:600], known[300:600])
-    )
-    low, high = posterior.predict(x[600:]).interval(0.9)
-
-    inside = ((time[600:] >= low[:, 0]) & (time[600:] <= high[:, 0])).float().mean()
-
-    assert 0.84 <= float(inside) <= 0.96
-
-
-@pytest.mark.parametrize(("targets", "words"), [
-    (torch.zeros(80), r"targets \(lower, upper\) of shape \(80, 2\)"),
-    (torch.zeros(80, 1), "torch.stack"),
-    (KNOWN.flip(1), "are no interval"),
-    (KNOWN * torch.nan, "Pass lower <= upper"),
-    (torch.full((80, 2), torch.inf), "are no interval"),
-])  # fmt: skip
-def test_targets_that_are_no_intervals(targets: Tensor, words: str) -> None:
-    with pytest.raises(lw.LapwingError, match=words):
-        lw.fit(network(), [(X, targets.double())], likelihood="censored")
-    with pytest.raises(lw.LapwingError, match="one output"):
-        lw.Censored(1.0).log_prob(torch.zeros(80, 2), targets)

@@ -42,16 +42,12 @@ def information(latent: object) -> torch.Tensor:
     return Categorical().predict(latent).mutual_information()
 
 
-@pytest.mark.parametrize(("size", "count", "tolerance"), [(2, 2**17, 1e-3), (3, 2**17, 0.06), (10, 2**15, 0.05)])
+@pytest.mark.parametrize(
+    ("size", "count", "tolerance"), [(2, 2**17, 1e-3), (3, 2**17, 0.06), (10, 2**15, 0.05), (100, 2**13, 0.06)]
+)
 def test_mutual_information_against_many_draws(size, count, tolerance):
     latent = correlated(size)
     torch.testing.assert_close(information(latent), by_draws(latent, count)[0], rtol=tolerance, atol=1e-5)
-
-
-def test_mutual_information_of_a_hundred_classes():
-    """The errors of 8 192 draws are .02."""
-    latent = correlated(100, batch=2)
-    torch.testing.assert_close(information(latent), by_draws(latent, 2**13)[0], rtol=0.06, atol=0.0)
 
 
 @pytest.mark.parametrize("size", [3, 10])
@@ -82,14 +78,6 @@ def test_no_spread_is_exactly_no_information():
     assert information(nothing).shape == (0,)
 
 
-def test_a_common_shift_carries_no_information():
-    latent = correlated(5)
-    shift = Latent(latent.mean, (FactoredTerm(torch.full((4, 5, 1), 50.0, dtype=F64)),))
-    assert information(shift).max() < 1e-10
-    shifted = Latent(latent.mean, (*latent.terms, *shift.terms))
-    torch.testing.assert_close(information(shifted), information(latent), rtol=1e-8, atol=0.0)
-
-
 def test_rest_of_the_batch_does_not_matter():
     latent = correlated(10, batch=6)
     for row in range(6):
@@ -118,23 +106,6 @@ def test_sure_inputs_keep_their_digits_in_float32():
     assert (information(sure) > 0).all()
     assert information(sure).max() < 1e-6
     torch.testing.assert_close(information(sure), by_draws(sure, 2**15)[0], rtol=0.05, atol=0.0)
-
-
-def test_a_network_in_bfloat16_is_close_to_the_same_network_in_float32():
-    """The Gaussian over the logits is rounded to bfloat16, and the quadrature runs in float64."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(40, 6, generator=generator).bfloat16(), torch.randn(5, 6, generator=generator).bfloat16()
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        model = torch.nn.Linear(6, 5, bias=False).to(dtype).eval()
-        model.weight.data.copy_(weight)
-        posterior = lw.fit(model, (x.to(dtype), torch.arange(40) % 5), lw.KFAC(), prior_precision=1.0)
-        found.append([posterior.predict(3 * x.to(dtype), link=link) for link in (None, Quadrature())])
-    for rough, exact in zip(*found, strict=True):
-        torch.testing.assert_close(rough.probs.float(), exact.probs, rtol=0, atol=0.02)
-        rough_information, information = rough.mutual_information().float(), exact.mutual_information()
-        assert bool((rough_information > 0).all())
-        assert float((rough_information - information).norm()) < 0.03 * float(information.norm())
 
 
 def test_never_negative():

@@ -134,15 +134,6 @@ def test_positions_and_heads_have_covariances_of_their_targets():
     close(joint.predict(TEST)["pair"].covariance, wanted)
 
 
-def test_labels_and_counts_have_no_covariance():
-    posterior = lw.fit(network(3), (X, torch.arange(60) % 3), lw.KFAC(), **GIVEN)
-    with pytest.raises(AttributeError, match=r"ClassPrediction has no covariance. It has classes, confidence"):
-        _ = posterior.predict(TEST).covariance
-    counts = lw.fit(network(3), (X, Y.abs().round()), lw.KFAC(), likelihood=lw.Poisson(), **GIVEN)
-    with pytest.raises(AttributeError, match=r"CountPrediction has no covariance"):
-        _ = counts.predict(TEST).covariance
-
-
 def test_float32_and_gradients():
     model = network().float()
     posterior = lw.fit(model, (X.float(), Y.float()), lw.KFAC(), likelihood=lw.Gaussian(0.3), **GIVEN)

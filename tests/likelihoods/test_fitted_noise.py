@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lapwing as lw
 from lapwing.likelihoods.input_noise import InputNoise
 from tests.pretended_device import Device
+from tests.refilling import Refilling
 from tests.refused import refused
 from tests.trained import train
 
@@ -299,18 +300,6 @@ def test_missing_targets_do_not_count():
     torch.testing.assert_close(found.log()[:60], wanted.log()[:60], rtol=0, atol=0.5)
 
 
-def test_weights_count_as_repeated_rows():
-    weights = 1 + (torch.arange(400) % 3 == 0).double()
-    repeated = torch.arange(400).repeat_interleave(weights.long())
-    options: dict[str, Any] = {"likelihood": lw.Gaussian(noise="input"), "validation": HELD_OUT}
-    weighed = lw.fit(network(), (X, Y, weights), lw.KFAC(), sample_weights=True, **options)
-    plain = lw.fit(network(), (X[repeated], Y[repeated]), lw.KFAC(), **options)
-    ignored = lw.fit(network(), (X, Y), lw.KFAC(), **options)
-    found, wanted, other = (p.predict(TEST[0]).std for p in (weighed, plain, ignored))
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
-    assert (other / wanted - 1).abs().max() > 0.01
-
-
 # --- numbers that are given ------------------------------------------------------------------------------------------
 
 
@@ -328,32 +317,6 @@ def test_a_given_noise_variance_is_kept(likelihood, held_out):
     torch.testing.assert_close(prediction.aleatoric_variance, torch.full((65, 1), 0.1, dtype=F64))
     open_tails = likelihood.tails != "normal" and getattr(likelihood, "df", None) is None
     assert (prediction.df is None) == (likelihood.tails == "normal") or open_tails
-
-
-def test_constant_noise_is_the_call_without_a_noise_that_is_fitted():
-    posterior = fitted("three outputs", likelihood=lw.Gaussian(noise="constant"))
-    noise, ratios = posterior.noise_variance, posterior.likelihood.ratios(torch.ones(3, dtype=F64))
-    prediction = posterior.predict(FAR)
-    assert posterior.likelihood.input_noise is None
-    torch.testing.assert_close(prediction.aleatoric_variance, (noise * ratios).expand(65, 3))
-    assert prediction.df is None
-
-
-@pytest.mark.parametrize("likelihood", [
-    lw.Gaussian(noise="input"), lw.StudentT(df=4.0), lw.StudentT(), lw.StudentT(noise="constant"),
-    lw.StudentT(df=6.0, noise="constant"),
-], ids=repr)  # fmt: skip
-def test_options_of_the_noise_are_kept(likelihood):
-    posterior = fitted(likelihood=likelihood)
-    noise = posterior.likelihood.input_noise
-    assert type(posterior.likelihood) is type(likelihood)
-    assert posterior.likelihood.noise == likelihood.noise
-    if likelihood.noise is not None and noise is not None:
-        assert bool(noise.weights.any()) == (likelihood.noise == "input")
-    df = posterior.predict(FAR).df
-    given = getattr(likelihood, "df", None)
-    assert df == given if given else (df is None) == (likelihood.tails == "normal")
-    assert df is None or df >= 3
 
 
 # --- posteriors ------------------------------------------------------------------------------------------------------
@@ -474,19 +437,6 @@ def test_an_update_with_few_held_out_rows_keeps_the_shape():
     assert max(map(abs, changes)) < 1.5
 
 
-def test_a_mixture_is_the_mean_of_the_densities_of_its_members():
-    members = [fitted(likelihood=lw.Gaussian(noise=noise)) for noise in (None, "constant")]
-    x, y = TEST
-    densities = []
-    for member in members:
-        prediction = member.predict(x)
-        densities.append(torch.distributions.Normal(prediction.mean, prediction.variance.sqrt()).log_prob(y).exp())
-    wanted = torch.stack(densities).mean(0).log()[:, 0]
-    mixture = lw.mixture(members).predict(x)
-    torch.testing.assert_close(mixture.log_prob(y), wanted)
-    torch.testing.assert_close(mixture.distribution().log_prob(y), wanted)
-
-
 def test_held_out_data_scale_the_noise_of_a_mixture():
     """The factor multiplies σ²(x) of each member, and is the best of the candidates for the mixture."""
     members = [fitted(), fitted(likelihood=lw.Gaussian(noise="input"), method=lw.KFAC())]
@@ -503,20 +453,6 @@ def test_held_out_data_scale_the_noise_of_a_mixture():
         return torch.stack([part.log_prob(y) for part in parts]).logsumexp(0).mean()
 
     assert score(ratio) > max(score(0.8 * ratio), score(1.25 * ratio))
-
-
-def test_students_form_a_mixture():
-    members = [fitted(likelihood=lw.StudentT(df=4.0)), fitted(likelihood=lw.StudentT(noise="constant"))]
-    prediction = lw.mixture(members, HELD_OUT).predict(TEST[0])
-    assert prediction.log_prob(TEST[1]).isfinite().all()
-
-
-def test_a_scale_factor_is_chosen_for_the_noise_of_predictions():
-    posterior = fitted()
-    way = lw.scale_factor(posterior, [HELD_OUT])
-    x, y = HELD_OUT
-    score = lambda factor: posterior.predict(x, via=lw.Scaled(lw.Linearized(), factor)).log_prob(y).sum()  # noqa: E731
-    assert score(way.factor) >= max(score(0.7 * way.factor), score(1.4 * way.factor)) - 0.2
 
 
 def test_a_network_on_a_gpu_has_the_same_noise(tmp_path):
@@ -536,17 +472,6 @@ def test_a_network_on_a_gpu_has_the_same_noise(tmp_path):
         torch.testing.assert_close(updated.predict(x).aleatoric_variance.cpu(), expected.aleatoric_variance)
         noise = posterior.explain(x).noise
         assert noise.device.type == "cuda"
-
-
-def test_heads_have_the_tails_that_are_given():
-    heads = {"a": lw.StudentT(df=4.0, noise_variance=0.3), "b": lw.Gaussian(0.2)}
-    joint = lw.Joint(heads, {"a": slice(0, 2), "b": slice(2, 3)})
-    x, y = data(400, 1, 3)
-    posterior = lw.fit(network("three outputs"), [(x, {"a": y[:, :2], "b": y[:, 2:]})], lw.KFAC(), likelihood=joint)
-    prediction, latent = posterior.predict(FAR), posterior.latent(FAR)
-    assert (prediction["a"].df, prediction["b"].df) == (4.0, None)
-    torch.testing.assert_close(prediction["a"].variance, 0.3 + latent.variance[:, :2])
-    torch.testing.assert_close(prediction["b"].variance, 0.2 + latent.variance[:, 2:])
 
 
 # --- heads of lw.Joint -----------------------------------------------------------------------------------------------
@@ -654,21 +579,6 @@ def test_heads_are_saved_and_updated(tmp_path):
         assert float(ratio.median()) == pytest.approx(factor, rel=0.4)
 
 
-class Refilled:
-    """A loader that hands out the same tensors each time, with other samples in them."""
-
-    def __init__(self, x: Tensor, y: dict[str, Tensor], size: int) -> None:
-        self.batches = list(zip(x.split(size), *(one.split(size) for one in y.values()), strict=True))
-        self.keys = tuple(y)
-
-    def __iter__(self) -> Any:
-        filled = [part.clone() for part in self.batches[0]]
-        for batch in self.batches:
-            for mine, theirs in zip(filled, batch, strict=True):
-                mine.copy_(theirs)
-            yield filled[0], dict(zip(self.keys, filled[1:], strict=True))
-
-
 @pytest.mark.parametrize("held_out", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_noise_of_heads_does_not_depend_on_batches_refilled_tensors_or_the_order_of_rows(held_out, seed):
@@ -678,9 +588,13 @@ def test_the_noise_of_heads_does_not_depend_on_batches_refilled_tensors_or_the_o
         rows = torch.randperm(len(x), generator=generator)
         return x[rows], {key: value[rows] for key, value in y.items()}
 
+    def refilling(x: Tensor, y: dict[str, Tensor], size: int) -> Refilling:
+        parts = [slice(i, i + size) for i in range(0, len(x), size)]
+        return Refilling((x[part], {key: value[part] for key, value in y.items()}) for part in parts)
+
     other, held = reordered(*targets(400, 1)), reordered(*targets(200, 2))
     wanted = of_heads(held_out, "input")
-    for train_data, validation in ((other, held), (Refilled(*other, 50), Refilled(*held, 40))):
+    for train_data, validation in ((other, held), (refilling(*other, 50), refilling(*held, 40))):
         options = {"validation": validation} if held_out else {}
         found = lw.fit(heads(), train_data, lw.KFAC(), likelihood=joint("input"), **options)
         for key in ("pair", "one"):

@@ -347,15 +347,6 @@ def test_fit_tuning_evidence_comparison_and_file(tmp_path):
     assert torch.equal(again.predict(x).mean, posterior.predict(x).mean)
 
 
-def test_the_curvature_is_that_of_the_gaussian_likelihood():
-    y = torch.randn(40, 1)
-    mine, x = fitted(lw.FromDistribution(lambda f: dist.Normal(f[..., :1], 1.0), draws=4000), y, method=lw.Full(),
-                     prior_precision=1.0)  # fmt: skip
-    narrow = lambda model, x: model(x)[..., :1]  # noqa: E731
-    wanted = lw.fit(mine.model, [(x, y)], lw.Full(), likelihood=Gaussian(1.0), prior_precision=1.0, forward=narrow)
-    torch.testing.assert_close(mine.latent(x).variance[:, :1], wanted.latent(x).variance, rtol=0.03, atol=0)
-
-
 def test_several_positions():
     y = dist.Gamma(2.0, 1.0).sample((20, 5))
     posterior, x = fitted(GAMMA, y, positions=True)
@@ -386,13 +377,6 @@ def test_ordinal_probabilities_and_information():
     close = likelihood.log_prob(narrow, torch.tensor([1]))
     torch.testing.assert_close(close, torch.tensor([-200.0 - 2 * math.log(2)]))
     assert likelihood.log_prob(1000 * f, torch.tensor([3, 0])).isfinite().all()
-
-
-def test_an_ordinal_fit_predicts_probabilities():
-    y = torch.arange(40) % 4
-    posterior, x = fitted("ordinal", y, outputs=3, validation=None)
-    torch.testing.assert_close(posterior.predict(x).probs.sum(1), torch.ones(40))
-    assert "ECE" in lw.compare({"mine": posterior}, [(x, y)]).columns
 
 
 # ---- functions of y

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
 
 import lapwing as lw
-from tests.trained import train
+from tests.refilling import Refilling
 
 F64 = torch.float64
 torch.manual_seed(0)
@@ -160,20 +159,6 @@ def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(tmp_path
     assert field.likelihood.likelihoods["kind"].logit_temperature > 1
 
 
-class Refilled(list):
-    """Batches of 10 rows in one buffer per tensor, which the loader fills again for each batch, and spoils last."""
-
-    def __iter__(self):
-        x, y = torch.empty(10, 3, dtype=F64), {"kind": torch.empty(10, dtype=F64), "box": torch.empty(10, 2, dtype=F64)}
-        for inputs, targets in super().__iter__():
-            x.copy_(inputs)
-            for key, value in targets.items():
-                y[key].copy_(value)
-            yield x, y
-        for buffer in (x, *y.values()):
-            buffer.fill_(1e3)
-
-
 def test_loaders_that_refill_their_buffers_and_frozen_layers_give_the_same_heads():
     model, y = overconfident()
     joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
@@ -184,11 +169,11 @@ def test_loaders_that_refill_their_buffers_and_frozen_layers_give_the_same_heads
     train = [(X[part], {key: value[part] for key, value in Y.items()}) for part in rows[:3]]
     held_out = [(HELD_OUT[part], {key: value[part] for key, value in y.items()}) for part in rows]
     fits = [
-        lw.fit(model, kind(train), lw.KFAC(), likelihood=joint, validation=kind(held_out)) for kind in (list, Refilled)
+        lw.fit(model, kind(train), lw.KFAC(), likelihood=joint, validation=kind(held_out)) for kind in (list, Refilling)
     ]
     assert fits[0].likelihood.head_numbers == fits[1].likelihood.head_numbers
     torch.testing.assert_close(fits[0].latent(X).covariance, fits[1].latent(X).covariance)
-    tables = [lw.compare({"a": fits[0]}, kind(held_out), repeats=1).rows["a"] for kind in (list, Refilled)]
+    tables = [lw.compare({"a": fits[0]}, kind(held_out), repeats=1).rows["a"] for kind in (list, Refilling)]
     assert all(tables[0][name] == tables[1][name] for name in tables[0] if name != "passes")
 
 
@@ -269,41 +254,3 @@ def test_real_numbers_are_no_labels():
             ):
                 with pytest.raises(lw.LapwingError):
                     refused()
-
-
-def test_two_numbers_and_a_class_of_a_real_table(data_folder):
-    """Total and motor score of Parkinson's patients, and their sex: noise by the input gains in both numbers."""
-    found = np.load(data_folder / "uci_parkinsons.npz")
-    x = torch.from_numpy(np.c_[found["X"], found["y"], found["y_motor"]])
-    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:4000]]
-    sex = x[:, 1].long()
-    x = ((x - x[:2000].mean(0)) / x[:2000].std(0)).float()
-    y, x = {"total": x[:, -2], "motor": x[:, -1], "sex": sex}, torch.cat([x[:, :1], x[:, 2:-2]], 1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(18, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3))
-
-    def loss():
-        some = torch.randint(2000, (200,))
-        f = model(x[some])
-        squares = (f[:, 0] - y["total"][some]).square().mean() + (f[:, 1] - y["motor"][some]).square().mean()
-        return squares + nn.functional.binary_cross_entropy_with_logits(f[:, 2], sex[some].float())
-
-    train(model, loss, 600, 5e-3)
-    fit, held_out, test = (
-        (x[some], {key: v[some] for key, v in y.items()}) for some in torch.arange(4000).split([2000, 400, 1600])
-    )
-    for validation in (held_out, None):
-        densities = {}
-        for noise in (None, "constant"):
-            heads = {"total": lw.Gaussian(noise=noise), "motor": lw.Gaussian(noise=noise), "sex": lw.Bernoulli()}
-            joint = lw.Joint(heads, {"total": [0], "motor": [1], "sex": [2]})
-            posterior = lw.fit(model, fit, lw.KFAC(), likelihood=joint, validation=validation)
-            prediction = posterior.predict(test[0])
-            densities[noise] = {key: float(prediction[key].log_prob(test[1][key]).mean()) for key in y}
-            for key in ("total", "motor"):
-                low, high = prediction[key].interval(0.9)
-                covers = float(((low <= test[1][key][:, None]) & (test[1][key][:, None] <= high)).float().mean())
-                assert 0.86 < covers < 0.94 or validation is None
-        assert densities[None]["sex"] == densities["constant"]["sex"]
-        for key in ("total", "motor"):
-            assert densities[None][key] > densities["constant"][key] + 0.03

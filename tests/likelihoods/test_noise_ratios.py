@@ -11,7 +11,7 @@ from torch import nn
 import lapwing as lw
 import lapwing.fitting.fit_data
 from tests.conformance import close
-from tests.likelihoods.fakes import joint_latent, random_latent
+from tests.likelihoods.fakes import random_latent
 
 F64 = torch.float64
 NOISE = [0.1, 0.5]
@@ -51,19 +51,6 @@ def test_densities_are_those_of_correlated_outputs():
     close(likelihood.log_power_mean(latent.mean, latent.covariance, y), wanted.log_prob(y), 1e-8)
     close(prediction.variance, wanted.variance)
     close(likelihood.ratios(latent.mean) * likelihood.noise_variance, noise, 1e-14)
-
-
-@pytest.mark.parametrize("latent", [random_latent(size=2), joint_latent(batch=4, size=2)], ids=["batch", "joint"])
-def test_draws_have_the_noise_of_their_output(latent):
-    prediction = lw.Gaussian(NOISE).predict(latent)
-    draws = prediction.sample(200_000)
-    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.02, atol=0)
-    low, high = prediction.interval(0.9)
-    torch.testing.assert_close(
-        ((draws >= low) & (draws <= high)).double().mean(0), torch.full_like(low, 0.9), rtol=0, atol=4e-3
-    )
-    whole = prediction.distribution()
-    torch.testing.assert_close(whole.variance.flatten(), prediction.variance.flatten())
 
 
 @pytest.mark.quick(2)

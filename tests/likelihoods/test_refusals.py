@@ -26,6 +26,8 @@ from lapwing.likelihoods import (
     resolve,
 )
 from tests.likelihoods.fakes import FakeDraws, FakeLatent, joint_latent, random_latent
+from tests.likelihoods.test_censored import KNOWN
+from tests.likelihoods.test_censored import X as INPUTS
 from tests.likelihoods.test_divergence import CASES as POWER_MEANS
 from tests.likelihoods.test_from_distribution import DRAWN, EXACT, GAMMA
 from tests.likelihoods.test_from_distribution import fitted as fitted_family
@@ -38,6 +40,7 @@ from tests.refused import each_row, refused
 
 X, REAL, NAN = torch.randn(9, 3), torch.randn(9, 2), torch.nan
 LATENT = random_latent(batch=4, size=2)
+BELOW = torch.stack([torch.full((80,), -math.inf), INPUTS[:, 0] - 100], 1)
 HETEROSCEDASTIC = lw.HeteroscedasticGaussian()
 
 
@@ -62,6 +65,10 @@ def fit(y: torch.Tensor, likelihood: Any, outputs: int = 2, **options: Any) -> l
 
 def family(function: Any, y: torch.Tensor | None = None) -> lw.Posterior:
     return fitted_family(lw.FromDistribution(function), torch.ones(20) if y is None else y)[0]
+
+
+def fit_intervals(y: torch.Tensor) -> lw.Posterior:
+    return lw.fit(nn.Linear(3, 1).double().eval(), [(INPUTS, y)], lw.KFAC(), likelihood="censored")
 
 
 def power_mean(case: str, alpha: Any, *noise: float, **options: Any) -> torch.Tensor:
@@ -138,6 +145,14 @@ REFUSED = [
     (lambda: fit(torch.zeros(9), HETEROSCEDASTIC, 1), "Linear(features, 2)"),
     (lambda: fit(torch.zeros(9), HETEROSCEDASTIC, 3), "Linear(features, 6)"),
     (lambda: fit(torch.full((9,), NAN), "heteroscedastic"), "lw.HeteroscedasticGaussian(missing=True)"),
+    # intervals
+    *((lambda y=y: fit_intervals(y), words) for y, words in (
+        (KNOWN[:, 0], "targets (lower, upper) of shape (80, 2)"), (KNOWN[:, :1], "torch.stack"),
+        (KNOWN.flip(1), "are no interval"), (torch.full((80, 2), math.inf), "are no interval"),
+        (KNOWN * NAN, "Pass lower <= upper"))),
+    (lambda: lw.Censored(1.0).log_prob(REAL[:, :2], KNOWN[:9]), "one output"),
+    *((lambda y=y: fit_intervals(y), "do not determine the noise variance")  # the outputs miss all, or none
+      for y in (BELOW, -BELOW.flip(1), KNOWN[:, :1] + torch.tensor([-100.0, 100.0]))),
     # links and draws
     (lambda: Categorical().predict(FakeDraws(torch.zeros(5, 4, 3)), Probit()),
      "categorical … weight draws … link=Probit(scale='mean'). Write link=lw.SampledLink()"),

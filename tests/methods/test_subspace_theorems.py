@@ -117,16 +117,6 @@ def test_covariances_grow_along_a_chain_from_zero_to_the_prior(name, chain, delt
         assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
 
 
-def test_more_directions_with_the_residual_leave_less_of_the_prior():
-    """Traces fall to that of Full, and more inducing points do the same."""
-    problem = setup("mlp")
-    full = problem.fit(lw.Full()).covariance.to_dense().trace()
-    every = lw.VaLLA(10_000, lw.ClosedForm(), "data")
-    for methods in ([lw.ELLA(rank, 12, "prior") for rank in (1, 4, 12)], [lw.VaLLA(1, lw.ClosedForm(), "data"), every]):
-        traces = [problem.fit(method).covariance.to_dense().trace() for method in methods]
-        assert all(fewer >= more - 1e-10 for fewer, more in pairwise([*traces, full]))
-
-
 def wide_problem(outputs: int = 3) -> tuple[nn.Module, list, Tensor]:
     """A network of 76 000 weights: 24 rows of J exceed 14 MB, so 16 MiB hold them and little else, 40 do not fit."""
     with torch.random.fork_rng(devices=[]):

@@ -72,20 +72,6 @@ def test_a_temperature_is_deployed():
     torch.testing.assert_close(lw.deploy(scaled, x)(x), scaled.predict(x).probs)
 
 
-def test_samples_that_are_all_right_do_not_sharpen_without_bound():
-    """Without the pseudo-row T would be the smallest candidate, 0.01."""
-    model, x, _ = data()
-    found = []
-    for count in (20, 100):
-        logits, y = model(x[:count]).detach(), model(x[:count]).argmax(1)
-        scaled = lw.fit(model, [(x[:count], y)], lw.TemperatureScaling())
-        options = {"bounds": (-2, 2), "options": {"xatol": 1e-9}}
-        best = minimize_scalar(lambda t, z=logits, y=y: loss(lw.Categorical(), z / 10**t, y), **options)
-        assert scaled.logit_temperature == pytest.approx(10**best.x, rel=2e-3)
-        found.append(scaled.logit_temperature)
-    assert 0.02 < found[1] < found[0]  # more samples show a smaller error
-
-
 @pytest.mark.parametrize("batch", [7, 40])
 def test_weights_and_batches_do_not_change_the_pseudo_row(batch):
     """A weight of 2 equals a sample that is shown twice; samples of weight 0, and ignored labels, do not count."""

@@ -13,8 +13,7 @@ from lapwing.covariance.terms import DenseTerm
 from lapwing.data.inputs import Inputs
 from lapwing.methods import Batch
 from lapwing.methods.valla import alpha_divergence, moving_points
-from lapwing.methods.valla.alpha_divergence import inner_factor, remaining
-from lapwing.methods.valla.inducing import Kernel
+from lapwing.methods.valla.alpha_divergence import inner_factor
 from lapwing.methods.valla.moving_points import divergence
 from lapwing.tangent import Anchors
 from tests import oracle
@@ -41,15 +40,6 @@ def test_divergence_is_the_gaussian_one():
     p = torch.distributions.MultivariateNormal(torch.zeros(9).double(), torch.eye(9).double() / delta)
     found = divergence(inner_factor(rows @ rows.T / delta, root)) + delta * mean.square().sum() / 2
     close(found, torch.distributions.kl_divergence(q, p))
-
-
-def test_remaining_covariance_is_that_of_weight_space():
-    generator = torch.Generator().manual_seed(0)
-    rows, root, J = (torch.randn(*s, generator=generator).double() for s in ((4, 9), (4, 4), (5, 2, 9)))
-    root[:, 3] = 0  # A may be singular
-    kernel = Kernel(rows @ rows.T, J @ rows.T, J @ J.mT, torch.zeros(5, 2))
-    sigma = torch.linalg.inv(torch.eye(9).double() + rows.T @ root @ root.T @ rows)
-    close(remaining(kernel, inner_factor(kernel.inner, root), root), J @ sigma @ J.mT)
 
 
 # --- objectives ------------------------------------------------------------------------------------------------------

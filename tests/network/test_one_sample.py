@@ -12,7 +12,7 @@ from lapwing.data.inputs import Inputs
 from lapwing.network.generic import forward_products, per_sample_rows
 from lapwing.tangent import Tangent
 from tests import oracle
-from tests.conformance import EVERY, close, covering, jacobian, pack, setup, skip_where_torch_writes_statistics
+from tests.conformance import EVERY, close, covering, jacobian, setup, skip_where_torch_writes_statistics
 from tests.quick import others_slow
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
@@ -26,16 +26,6 @@ def test_a_sample_alone_has_the_latent_that_it_has_in_a_batch(name: str, method:
     alone = posterior.latent(oracle.take(problem.test, slice(1, 2)))
     close(alone.mean, together.mean[1:2])
     close(alone.covariance, together.covariance[1:2])
-
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("name", ["cnn_bn_inplace", "residual_block", "patch_embedding"])
-@pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()], ids=["diagonal", "kfac"])
-def test_a_fit_of_single_samples_is_the_fit_of_batches(name: str, method: lw.Method) -> None:
-    problem = setup(name)
-    single = [pack(problem.x[i : i + 1], problem.y[i : i + 1]) for i in range(len(problem.y))]
-    wanted = problem.fit(method).latent(problem.test).covariance
-    close(problem.fit(method, loader=single).latent(problem.test).covariance, wanted)
 
 
 def normed(kind: str) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from tests import oracle
-from tests.conformance import Setup, close, cut, jacobian, sampled_from
+from tests.conformance import Setup, close, cut, jacobian
 from tests.prediction.test_linear_draws import METHODS, TUNED, _Sine
 from tests.zoo import ZOO
 
@@ -49,14 +49,6 @@ def test_values_are_the_linearised_network_at_the_draws_of_sample(method):
     assert not f(setup.test).requires_grad
 
 
-@pytest.mark.parametrize("method", EVERY_METHOD)
-def test_covariances_of_many_draws_are_the_joint_latents(method):
-    setup, posterior = fitted(method)
-    joint = posterior.latent(setup.test, joint=True)
-    f = posterior.sample_function(n=4000)
-    sampled_from((f(setup.test) - joint.mean).flatten(1), joint.covariance.reshape(9, 9))
-
-
 @pytest.mark.parametrize("method", ["full", "kfac", "sampled_lla"])
 def test_a_function_is_the_same_at_every_call_and_in_every_batch(method, monkeypatch):
     setup, posterior = fitted(method)
@@ -89,14 +81,6 @@ def test_a_function_has_second_derivatives():
     _, posterior = fitted("kfac")
     x = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(posterior.sample_function(), x, eps=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", EVERY_METHOD)
-def test_a_loaded_posterior_has_the_same_functions(method, tmp_path):
-    setup, posterior = fitted(method)
-    posterior.save(tmp_path / "p.safetensors")
-    loaded = lw.load(tmp_path / "p.safetensors", posterior.model)
-    close(loaded.sample_function(7, n=2)(setup.test), posterior.sample_function(7, n=2)(setup.test), 1e-8)
 
 
 INPUTS = [name for name in ZOO if not isinstance(ZOO[name].inputs(2, 0), Tensor)]

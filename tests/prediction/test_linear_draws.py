@@ -55,18 +55,6 @@ def test_deviations_are_products_of_the_jacobian_with_weight_draws(method):
     close(latent.standard_error, d.square().mean(0) * (2 / 5) ** 0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["diagonal", "kfac", "full", "ella_prior"])
-def test_second_moments_of_many_draws_are_the_exact_covariance(method):
-    setup, posterior = fitted(method)
-    exact = posterior.latent(setup.test, via=lw.Linearized(), joint=True).covariance.reshape(9, 9)
-    latent = posterior.latent(setup.test, via=lw.Linearized(draws=4000), joint=True)
-    sampled_from(latent.deviations.flatten(1), exact)
-    found, variance = latent.covariance.reshape(9, 9), latent.variance.flatten()
-    error = ((found.square() + variance[:, None] * variance) / 4000).sqrt()
-    assert ((found - exact).abs() <= 6 * error).all()
-
-
 @pytest.mark.parametrize("name", ["embedding_bag_of_tokens", "weight_norm", "tied", "shared_module", "cnn_bn_inplace"])
 def test_networks_with_and_without_forward_mode(name):
     """The first two have no correct forward mode and use two backward passes instead."""

@@ -14,6 +14,8 @@ import lapwing as lw
 from lapwing.data.inputs import Inputs
 from lapwing.tuning import amortized
 from lapwing.tuning.amortized import Amortized, codes_of, product
+from tests.refilling import Refilling
+from tests.refused import each_row, refused
 
 
 @pytest.fixture(autouse=True)
@@ -169,16 +171,8 @@ def test_one_input_many_batches_and_low_precision() -> None:
 def test_a_loader_that_refills_its_tensors_gives_the_same_way() -> None:
     posterior, way = fitted("mean")
     x, y = inputs(400, 1), inputs(400, 2)[:, :1]
-
-    class Refilled:
-        def __iter__(self) -> Any:
-            kept = x[:50].clone(), y[:50].clone()
-            for start in range(0, 400, 50):
-                kept[0].copy_(x[start : start + 50])
-                kept[1].copy_(y[start : start + 50])
-                yield kept
-
-    for given in (Refilled(), [(x[i : i + 50], y[i : i + 50]) for i in range(0, 400, 50)]):
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    for given in (Refilling(batches), batches):
         again = lw.amortize(posterior, given)
         assert again.check(posterior, inputs(100, 3)).rank > 0.95
         found, wanted = (posterior.latent(inputs(100, 3), via=each).variance for each in (again, way))
@@ -238,41 +232,22 @@ def at_positions() -> lw.Posterior[Any]:
     return lw.fit(model, (inputs(30, 1), LABELS), prior_precision=1.0)
 
 
-REFUSALS = {
-    "another posterior": (
-        lambda posterior, way: posterior.with_prior(3.0).predict(inputs(5, 1), via=way),
-        "belongs to another posterior",
-    ),
-    "other noise": (
-        lambda posterior, way: posterior.with_prior(5.0, noise_variance=2.0).predict(inputs(5, 1), via=way),
-        "belongs to another posterior",
-    ),
-    "check": (
-        lambda posterior, way: way.check(posterior.with_prior(3.0), inputs(5, 1)),
-        "belongs to another posterior",
-    ),
-    "joint": (
-        lambda posterior, way: posterior.latent(inputs(5, 1), way, joint=True),
-        "has no covariances across inputs",
-    ),
-    "gradients": (
-        lambda posterior, way: posterior.latent(inputs(5, 1).requires_grad_(), way),
-        "has no gradients at inputs",
-    ),
-    "few rows": (
-        lambda posterior, way: lw.amortize(posterior, (inputs(50, 1), inputs(50, 2)[:, :1])),
-        "from 50 inputs",
-    ),
-    "many outputs": (lambda posterior, way: lw.amortize(of(30), (inputs(30, 1), torch.arange(30))), "are 30 for each"),
-    "no posterior": (lambda posterior, way: lw.amortize(posterior.model, (inputs(50, 1),)), "takes a posterior first"),
-    "positions": (lambda posterior, way: lw.amortize(at_positions(), (inputs(30, 1), LABELS)), "have positions"),
-    "uncertain inputs": (lambda posterior, way: posterior.latent(lw.Uncertain(inputs(5, 1), 0.1), way), "ncertain"),
-}
-"""Name -> call of a posterior and its way, and words of the message."""
+OTHER = "belongs to another posterior"
+REFUSED = [
+    (lambda posterior, way: posterior.with_prior(3.0).predict(inputs(5, 1), via=way), OTHER),
+    (lambda posterior, way: posterior.with_prior(5.0, noise_variance=2.0).predict(inputs(5, 1), via=way), OTHER),
+    (lambda posterior, way: way.check(posterior.with_prior(3.0), inputs(5, 1)), OTHER),
+    (lambda posterior, way: posterior.latent(inputs(5, 1), way, joint=True), "has no covariances across inputs"),
+    (lambda posterior, way: posterior.latent(inputs(5, 1).requires_grad_(), way), "has no gradients at inputs"),
+    (lambda posterior, way: posterior.latent(lw.Uncertain(inputs(5, 1), 0.1), way), "ncertain"),
+    (lambda posterior, way: lw.amortize(posterior, (inputs(50, 1), inputs(50, 2)[:, :1])), "from 50 inputs"),
+    (lambda posterior, way: lw.amortize(posterior.model, (inputs(50, 1),)), "takes a posterior first"),
+    (lambda posterior, way: lw.amortize(of(30), (inputs(30, 1), torch.arange(30))), "are 30 for each"),
+    (lambda posterior, way: lw.amortize(at_positions(), (inputs(30, 1), LABELS)), "have positions"),
+]
+"""Calls of a posterior and its way."""
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name: str) -> None:
-    call, words = REFUSALS[name]
-    with pytest.raises(lw.LapwingError, match=words):
-        call(*fitted("mean"))
+@each_row(REFUSED)
+def test_a_call_is_refused_in_these_words(call: Any, words: str) -> None:
+    refused(lambda: call(*fitted("mean")), words)

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from sklearn.linear_model import BayesianRidge
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
@@ -327,32 +326,3 @@ def test_an_evidence_without_a_maximum_is_warned_of_once(caplog):
     (record,) = [record for record in caplog.records if "no maximum" in record.message]
     assert "it ends at 1e+10" in record.message
     assert posterior.prior_precision == pytest.approx(1e10, rel=0.2)
-
-
-def test_linear_regression_tunes_to_bayesian_ridge():
-    """Evidence and mode in turn end where MacKay's iteration does: scikit-learn's BayesianRidge without hyperpriors."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(40, 5, generator=generator, dtype=torch.float64)
-    y = (
-        x @ torch.randn(5, 1, generator=generator, dtype=torch.float64)
-        + 0.7 * torch.randn(40, 1, generator=generator).double()
-    )
-    model = nn.Linear(5, 1, bias=False).double().eval()
-    delta, noise = 1.0, 1.0
-    for _ in range(40):
-        mode = torch.linalg.solve(x.T @ x / noise + delta * torch.eye(5).double(), x.T @ y / noise)
-        with torch.no_grad():
-            model.weight.copy_(mode.T)
-        fitted = lw.fit(model, cut(x, y, (25, 15)), lw.Full(), likelihood="gaussian")
-        delta, noise = fitted.prior_precision, fitted.noise_variance
-    ridge = BayesianRidge(
-        max_iter=1000, tol=1e-10, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0, fit_intercept=False, compute_score=True
-    ).fit(x.numpy(), y[:, 0].numpy())
-    assert delta == pytest.approx(ridge.lambda_, rel=1e-3)
-    assert noise == pytest.approx(1 / ridge.alpha_, rel=1e-3)
-    assert fitted.log_marginal_likelihood() == pytest.approx(ridge.scores_[-1], rel=1e-5)
-    new = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    mean, std = ridge.predict(new.numpy(), return_std=True)
-    prediction = fitted.predict(new)
-    close(prediction.mean[:, 0], torch.from_numpy(mean), 1e-3)
-    close(prediction.std[:, 0], torch.from_numpy(std), 1e-3)
