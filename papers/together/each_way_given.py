@@ -14,6 +14,6 @@ __all__ = ["run", "tables"]
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = tuple(tasks.TRANSFORMERS)) -> dict[str, Any]:
     """Returns a row for each way, choice, network and seed.
 
-    The page has five seeds of the ViT (3 minutes of a core each), and of the GPT-2 by draws (20 minutes).
+    The page has five seeds of the ViT (3 minutes of a core each), and of the GPT-2 (25 minutes).
     """
     return run_all(__file__, seeds, names, ("KFAC",))
