@@ -90,6 +90,12 @@ def under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads the tensors and the header of a file that `write_safetensors` wrote; raises if it is damaged or foreign."""
     try:
+        if Path(path).is_dir():
+            first = str(Path(path) / "member-0.safetensors")
+            raise LapwingError(
+                f"{_shown(path)} is a folder. If a mixture wrote it, read each member, lw.load({first!r}, model), and join "
+                "them by lw.mixture([...])."
+            )
         if not Path(path).is_file():
             raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")
         with safe_open(str(path), "pt") as opened:

@@ -201,6 +201,13 @@ class PriorCovariance(Covariance):
     def log_det_ratio(self, precision: Tensor, scale: Tensor | float) -> Tensor:
         """Returns `logdet(I + s Δ^(-1/2) G Δ^(-1/2))` at any prior precision, differentiable in both arguments."""
 
+    def effective_dimension(self, precision: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns `γ = -d/d log δ logdet(I + s G/δ)` (n_blocks,), the number of directions that the data determine."""
+        precision = precision.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            ratio = self.log_det_ratio(precision, scale)
+        return -precision.detach() * torch.autograd.grad(ratio, precision)[0]
+
     def extra(self) -> dict[str, Any]:
         return {"scale": self.scale}
 

@@ -305,6 +305,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) 
         return None
     outputs, targets, samples = (torch.cat(parts) for parts in zip(*network.rows, strict=True))
     tempered, plain, odd = likelihood.logit_temperature is not None, likelihood.plain, samples % 2 == 1
+    plain = plain if tempered else plain.with_noise_variance(None)  # a censored σ² changes only if it is open
     change = likelihood.with_logit_temperature if tempered else plain.with_noise_variance
     choose = _temperature if tempered else _noise
     chosen = [choose(plain, outputs[half], targets[half]) for half in (odd, ~odd)]

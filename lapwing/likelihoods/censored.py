@@ -114,7 +114,7 @@ class Censored(Likelihood["CensoredPrediction"]):
         return {"log_likelihoods" if open_noise else "log_likelihood": sums}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
-        self.with_noise_variance(None if noise_variance is None else float(noise_variance))
+        self.with_noise_variance(None if noise_variance is None else float(noise_variance))  # raises for another σ²
         return statistics["log_likelihood"]
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
@@ -149,10 +149,11 @@ class Censored(Likelihood["CensoredPrediction"]):
         return float(10 ** (EXPONENTS[at] + step * (EXPONENTS[1] - EXPONENTS[0])))
 
     def with_noise_variance(self, noise_variance: float | None) -> Censored:
-        """Returns the likelihood with an open σ² closed; raises for another σ², since the curvature depends on it."""
-        if noise_variance is None or noise_variance == self.noise_variance:
-            return self
-        if self.noise_variance is None:
+        """Returns the likelihood with an open σ² closed, or for None a closed one opened.
+
+        It raises for another σ², since the curvature depends on it.
+        """
+        if noise_variance is None or self.noise_variance in (None, noise_variance):
             return replace(self, noise_variance=noise_variance)
         raise LapwingError(
             f"The curvature of censored targets depends on the noise variance, {self.noise_variance:.4g}. For another "

@@ -133,9 +133,13 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return [key for key in self.head_numbers if self.likelihoods[key].needs_noise]
 
     def with_residuals(self, statistics: Mapping[str, dict[str, Tensor]]) -> Joint:
-        """Returns the likelihood with the mean squared residual of each open head as its σ²."""
+        """Returns the likelihood with the mean squared residual of each open head as its σ².
+
+        The curvature of a censored head depends on its σ², of highest likelihood, which a tuning therefore keeps.
+        """
         found = {key: self.likelihoods[key].residual_variance(sums) for key, sums in statistics.items()}
-        return self.with_head_numbers(self.head_numbers | {key: (s, None, s) for key, s in found.items()})
+        numbers = {key: (s, None, s if key in self.regressions else None) for key, s in found.items()}
+        return self.with_head_numbers(self.head_numbers | numbers)
 
     def part(self, latent: AnyLatent, key: str) -> Any:
         """Returns the latent of the outputs of a head."""

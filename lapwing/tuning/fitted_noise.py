@@ -105,8 +105,8 @@ def _open_parts(posterior: Posterior, aim: Aim = DEFAULT_AIM) -> list[_Part]:
         columns = likelihood.columns(key, len(outputs))
         size, (df, _) = len(outputs[columns]), part.tails_to_fit
         fixed = posterior.noise_fixed if key is None else likelihood.head_numbers[key][2] is None
-        constant = fixed or part.noise == "constant"
-        if (df is None or not constant) and len(part.noise_ratios or outputs[columns]) == size:
+        settled = fixed or (part.noise == "constant" and df == math.inf)  # else tails or level are open
+        if (df is None or not settled) and len(part.noise_ratios or outputs[columns]) == size:
             floor = (part.noise_variance or 0.0) * part.ratios(torch.ones(size).double())
             scaled = key is None and not fixed and not posterior.prior.fixed and has_prior(posterior.covariance)
             found.append(_Part(key, part, columns, floor, fixed, scaled and aim.other_way is None))

@@ -218,19 +218,23 @@ def _best_width(
 ) -> Posterior:
     """Returns the posterior at the best δ and σ² of a regression: a grid over δ at one σ², and c in closed form.
 
-    At the λ of the training data, (δ/c, c σ²) is `_pulled`. There the best of several posteriors may be another one.
+    With training data only points count that are surely better than the λ of these data. Without such a point λ is that
+    one, and (δ/c, c σ²) is `_pulled`. There the best of several posteriors may be another one.
     """
     # 1. scores at the best c of each δ; last the δ with λ = δσ² of the training data at σ² = `noise`
     every = [*exponents] if trained is None else [*exponents, math.log10(trained[0] * trained[1] / noise)]
     scores, factors = width_scores(posteriors, at_exponents(every), loader)
-    table = scores.mean(-1)[:, : len(exponents)]
-    which, at = _highest(table)
-    best, row = posteriors[which], table[which].tolist()
+    table, (own, _) = scores.mean(-1)[:, : len(exponents)], _highest(scores[:, -1:].mean(-1))
+    counted = table
+    if trained is not None:
+        better = [[surely_better(point, scores[own, -1], SURE) for point in line[:-1]] for line in scores]
+        counted = torch.where(torch.tensor(better), table, -torch.inf)
     # 2. the best δ of the grid, and log10 c there
+    which, at = _highest(counted)
+    best, row = posteriors[which], table[which].tolist()
     exponent = refined(exponents, row, at)
     factor = _between(exponents, factors[which].tolist(), at, exponent)
-    own, _ = _highest(scores[:, -1:].mean(-1))
-    if trained is not None and not surely_better(scores[which, at], scores[own, -1], SURE):
+    if counted[which, at] == -torch.inf:
         # 3. λ of the training data, with the best posterior there, and log c pulled to the noise of the training data
         best, exponent, unit = posteriors[own], every[-1], math.log10(noise)
         factor = _pulled(unit + float(factors[own, -1]), trained, scores[own, -1]) - unit

@@ -98,6 +98,17 @@ def test_a_noise_variance_of_each_half_is_the_other_halfs_mean_squared_residual(
     np.testing.assert_allclose(table.predictions["held-out noise"].y, y.flatten())  # in the order of the data
 
 
+def test_a_censored_noise_variance_of_each_half_is_that_of_the_other_half() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1).eval(), torch.randn(200, 2)
+    y = model(x)[:, 0].detach() + 0.5 * torch.randn(200)
+    ends = torch.stack([y.clamp(max=0.5), torch.where(y > 0.5, torch.inf, y)], 1)
+    posterior = lw.fit(model, (x, ends), lw.Full(), likelihood=lw.Censored(0.01), prior_precision=1.0)
+    table = lw.compare({"p": posterior}, (x, ends))
+    numbers = [lw.fit(model, (x[i::2], ends[i::2]), likelihood="censored").noise_variance for i in (1, 0)]
+    assert f"{numbers[0]:.3g} for half of the samples and {numbers[1]:.3g} for" in " ".join(str(table).split())
+
+
 def test_the_network_alone_has_one_noise_if_held_out_data_chose_one_for_each_output() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double().eval(), torch.randn(400, 3, dtype=torch.float64)

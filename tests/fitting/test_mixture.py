@@ -236,6 +236,8 @@ def test_a_mixture_is_saved_to_a_folder_and_loaded(tmp_path):
         lw.load(files[0], models[1])
     with pytest.raises(lw.LapwingError, match="Pass the path of a new one"):
         mixture.save(tmp_path / "ensemble")
+    with pytest.raises(lw.LapwingError, match=r"is a folder.*member-0.safetensors', model\), and join"):
+        lw.load(tmp_path / "ensemble", models[0])
 
 
 def test_a_full_disk_leaves_no_part_of_a_mixture(tmp_path):

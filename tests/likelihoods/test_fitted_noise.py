@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -326,6 +327,21 @@ KEPT: dict[str, dict[str, Any]] = {
     "constant student": {"likelihood": lw.StudentT(noise="constant")},
     "constant": {"likelihood": lw.Gaussian(noise="constant")},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("df", [3.0, 10.0])
+def test_given_tails_have_the_level_of_their_own_likelihood(df):
+    """Outliers would give a normal law, and so its σ², twenty times the width."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1).double().eval(), torch.randn(600, 2, dtype=F64)
+    y = model(x).detach() + 0.3 * torch.randn(600, 1, dtype=F64)
+    y[::50] += 30.0
+    train, held_out = (x[:300], y[:300]), (x[300:], y[300:])
+    likelihood = lw.StudentT(df=df, noise="constant")
+    posterior = lw.fit(model, train, likelihood=likelihood, prior_precision=1e8, validation=held_out)
+    _, _, scale = stats.t.fit((held_out[1] - model(held_out[0])).detach().numpy(), floc=0, fdf=df)
+    low, high = posterior.predict(x[:5]).interval(0.9)
+    torch.testing.assert_close(high - low, torch.full_like(low, 2 * stats.t.ppf(0.95, df) * scale), rtol=0.05, atol=0)
 
 
 def almost_equal(found: Tensor, wanted: Tensor) -> bool:

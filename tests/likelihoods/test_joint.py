@@ -254,3 +254,19 @@ def test_real_numbers_are_no_labels():
             ):
                 with pytest.raises(lw.LapwingError):
                     refused()
+
+
+@pytest.mark.parametrize("df", [None, 4.0])
+def test_a_censored_head_keeps_the_noise_of_highest_likelihood(df):
+    """Its curvature depends on σ², so a tuning cannot move it."""
+    model, head = network(4), lw.Censored(df=df)
+    y = model(X)[:, 3].detach() + 0.3 * Y["box"][:, 0]
+    ends = torch.stack([y.clamp(max=1.0), torch.where(y > 1, torch.inf, y)], 1)
+    joint = lw.Joint({"kind": lw.Categorical(), "time": head}, outputs={"kind": slice(0, 3), "time": [3]})
+    targets = {"kind": Y["kind"], "time": ends}
+    found = lw.fit(model, (X[:15], {key: one[:15] for key, one in targets.items()}), likelihood=joint,
+                   validation=(X[15:], {key: one[15:] for key, one in targets.items()}))  # fmt: skip
+    alone = lw.fit(model, (X[:15], ends[:15]), likelihood=head, validation=(X[15:], ends[15:]),
+                   forward=lambda model, x: model(x)[:, 3:])  # fmt: skip
+    assert found.likelihood.likelihoods["time"] == alone.likelihood
+    assert found.predict(X)["time"].log_prob(ends).isfinite().all()

@@ -152,6 +152,25 @@ def test_densities_and_rare_counts_are_no_labels(caplog):
     assert "almost sure" not in caplog.text
 
 
+def test_two_spellings_of_one_law_get_one_prior_precision():
+    """Where few samples determine many weights, a right spread costs more than 0.005 nats."""
+    model, loader, _ = overfitted()
+    law = lw.FromDistribution(lambda f: torch.distributions.Normal(f[..., 0], 0.3))
+    first, second = (lw.fit(model, loader, lw.Full(), likelihood=each) for each in (lw.Gaussian(0.09), law))
+    assert second.prior_precision == pytest.approx(first.prior_precision, rel=1e-3)
+    assert cost(second, loader) > 0.005
+
+
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal(), lw.ELLA(8, 30, "prior")])
+def test_the_effective_dimension_is_a_trace(method):
+    """`γ = tr(I - δ Σ)` over the directions whose variance the data change."""
+    model, loader, _ = overfitted()
+    posterior = lw.fit(model, loader, method, likelihood=lw.Gaussian(0.09), prior_precision=0.7, params=lw.everything)
+    found = posterior.covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
+    dense = posterior.covariance.to_dense()
+    assert float(found.sum()) == pytest.approx(float((1 - 0.7 * dense.diagonal()).sum()), rel=1e-6)
+
+
 @made_once
 def overfitted(steps=300):
     """A network that fits a noisy curve too closely, its data in two batches, and other data."""

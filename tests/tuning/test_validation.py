@@ -512,3 +512,13 @@ def test_scores_at_the_top_of_a_parabola():
     tops, rows = choice._at_tops(scores[None], grid)
     assert float(tops[0, 0]) in grid
     assert rows[0, 0].isfinite().all()
+
+
+def test_a_wider_range_does_not_hide_a_point_that_is_surely_better(monkeypatch):
+    """The point with the best mean has the largest paired errors. The next one is surely better than the trained λ."""
+    posterior, held_out = setup("mlp_scalar", lw.Full())
+    noisy = torch.tensor([30.0, -20.0]).repeat(50)
+    scores = torch.stack([noisy, torch.full((100,), 0.5), torch.full((100,), 0.2), torch.zeros(100)])  # last the λ
+    monkeypatch.setattr(choice, "width_scores", lambda *_: (scores[None].double(), torch.zeros(1, 4).double()))
+    found = choice._best_width([posterior], [-2.0, 0.0, 2.0], 0.5, held_out, trained=(1e3, 0.5))
+    assert 0.09 < found.prior_precision < 1.1

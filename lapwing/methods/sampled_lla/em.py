@@ -61,11 +61,7 @@ class EvidenceSteps:
         for _ in range(100):
             scale = system.problem.scale_at(self.noise_variance).of_curvature
             at = replace(system, precision=self.precision, scale=scale)
-            # γ = -d/d log δ logdet(I + s G̃/δ), by block
-            precision = at.mean_precision().clone().requires_grad_()
-            with torch.enable_grad():
-                ratio = system.curvature.log_det_ratio(precision, at.scale)
-            effective = -precision.detach() * torch.autograd.grad(ratio, precision)[0]
+            effective = system.curvature.effective_dimension(at.mean_precision(), at.scale)
             if not self.step(effective, distance):
                 return
 
