@@ -93,8 +93,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
         if Path(path).is_dir():
             first = str(Path(path) / "member-0.safetensors")
             raise LapwingError(
-                f"{_shown(path)} is a folder. If a mixture wrote it, read each member, lw.load({first!r}, model), and join "
-                "them by lw.mixture([...])."
+                f"{_shown(path)} is a folder. If a mixture wrote it, read each member, lw.load({first!r}, model), and "
+                "join them by lw.mixture([...])."
             )
         if not Path(path).is_file():
             raise LapwingError(f"There is no file {_shown(path)}. Write it with posterior.save({str(path)!r}).")

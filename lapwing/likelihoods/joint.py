@@ -138,8 +138,9 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         The curvature of a censored head depends on its σ², of highest likelihood, which a tuning therefore keeps.
         """
         found = {key: self.likelihoods[key].residual_variance(sums) for key, sums in statistics.items()}
-        numbers = {key: (s, None, s if key in self.regressions else None) for key, s in found.items()}
-        return self.with_head_numbers(self.head_numbers | numbers)
+        numbers = self.head_numbers
+        numbers |= {key: (s, None, s if key in self.regressions else None) for key, s in found.items()}
+        return self.with_head_numbers(numbers)
 
     def part(self, latent: AnyLatent, key: str) -> Any:
         """Returns the latent of the outputs of a head."""

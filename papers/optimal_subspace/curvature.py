@@ -21,7 +21,7 @@ WAYS = ("low rank, KFAC", "low rank, diagonal")
 def run(seeds: Sequence[int] = range(5), images: Sequence[int] = IMAGES) -> dict[str, Any]:
     """Returns the relative error and NLL of two ways and of the optimum by s at λ = 1, for each number of images.
 
-    The page has one seed, which takes 35 minutes of a core and 5 GiB.
+    The page has three seeds, each of which takes 35 minutes of a core and 5 GiB.
     """
     rows = Rows(__file__, {})
     for seed in seeds:

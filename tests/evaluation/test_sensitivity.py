@@ -179,7 +179,7 @@ class TestRefusals:
             (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "whose variances are positive"),
             (lw.Uncertain(self.x, 0.0), "variances are positive"),
             ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "Tensor nested"),
-            (self.x[:0], "Pass samples"),
+            (self.x[:0], "holds no samples"),
             (torch.ones(3, 4, dtype=torch.long), "Integer inputs"),
             (self.x / 0, "NaN or infinite"),
         ]
