@@ -32,8 +32,8 @@ class BoundedEvidence(Tuning):
     sample.
 
     Other likelihoods without one σ², such as `lw.Poisson()`: the same, with the bound `max(nats, γ/(2N))`, for γ the
-    effective dimension `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ and N samples. The spread costs no more than γ/(2N)
-    where the curvature is right, by Jensen's inequality.
+    effective dimension `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, and N samples, or positions of all samples. The
+    spread costs no more than γ/(2N) where the curvature is right, by Jensen's inequality.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
@@ -112,7 +112,8 @@ class BoundedEvidence(Tuning):
         if not labels:
             covariance: Any = posterior.covariance
             dimension = covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
-            bound = max(bound, float(dimension.sum()) / (2 * posterior.scale.effective_samples))
+            rows = posterior.scale.effective_samples * posterior.tangent.positions.count
+            bound = max(bound, float(dimension.sum()) / (2 * rows))
         exponents = evenly(0.0, self.decades, self.points)
         parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)

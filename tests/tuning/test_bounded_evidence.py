@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import lapwing as lw
 from lapwing.data.inputs import Inputs, Samples
-from lapwing.tuning import BoundedEvidence, Training
+from lapwing.tuning import BoundedEvidence, Training, bounded_evidence
 from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.held_out import spread_costs
@@ -159,6 +159,18 @@ def test_two_spellings_of_one_law_get_one_prior_precision():
     first, second = (lw.fit(model, loader, lw.Full(), likelihood=each) for each in (lw.Gaussian(0.09), law))
     assert second.prior_precision == pytest.approx(first.prior_precision, rel=1e-3)
     assert cost(second, loader) > 0.005
+
+
+@pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.HeteroscedasticGaussian()])
+def test_a_position_counts_as_a_sample(likelihood, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1 if likelihood == lw.Poisson() else 2)).double()
+    x, y, bounds = torch.randn(12, 5, 3, dtype=torch.float64), torch.rand(12, 5, 1, dtype=torch.float64).round(), []
+    monkeypatch.setattr(bounded_evidence, "crossing", lambda points, costs, bound: bounds.append(bound) or 0.0)
+    for inputs, targets in ((x, y), (x.flatten(0, 1), y.flatten(0, 1))):
+        lw.fit(model.eval(), (inputs, targets), lw.Full(), params=lw.last_layer, likelihood=likelihood)
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
+    assert bounds[0] > 0.005
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal(), lw.ELLA(8, 30, "prior")])
