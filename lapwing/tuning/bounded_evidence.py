@@ -106,7 +106,7 @@ class BoundedEvidence(Tuning):
         """
         likelihood, bound = posterior.likelihood, self.nats
         nll = -float(likelihood.log_likelihood(posterior.statistics)) / posterior.samples
-        labels = likelihood.activation is not None or not likelihood.target_shape(posterior.tangent.outputs)
+        labels = likelihood.activation is not None or likelihood.classifies(posterior.tangent.outputs)
         if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
             _warn_of_certainty(type(posterior.tangent.model).__name__, nll)
         if not labels:

@@ -87,6 +87,15 @@ def test_a_network_that_memorised_its_labels_is_held_to_the_bound(params, nats):
     assert cost(coarse, loader) == pytest.approx(nats, rel=0.2)
 
 
+def test_heads_of_memorised_labels_are_held_to_the_bound_of_labels():
+    model, loader = memorised()
+    both = lw.Joint({"a": lw.Categorical(), "b": lw.Categorical()}, outputs={"a": slice(0, 3), "b": slice(3, 6)})
+    data = [(x, {"a": y, "b": y}) for x, y in loader]
+    twice = lw.fit(model, data, likelihood=both, forward=lambda model, x: model(x).repeat(1, 2))
+    evidence = lw.fit(model, data, likelihood=both, forward=lambda model, x: model(x).repeat(1, 2), tune=lw.Evidence())
+    assert twice.prior_precision > 10 * evidence.prior_precision
+
+
 @pytest.mark.parametrize("temperature", others_slow([0.7, 3.0], [3.0]))
 def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
     model, loader = memorised()
