@@ -31,9 +31,9 @@ class BoundedEvidence(Tuning):
     with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most `nats` per
     sample.
 
-    Other likelihoods without one σ², such as `lw.Poisson()`: the same, with the bound `max(nats, γ/(2N))`, for γ the
-    effective dimension `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, and N samples, or positions of all samples. The
-    spread costs no more than γ/(2N) where the curvature is right, by Jensen's inequality.
+    One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with the bound
+    `max(nats, γ/(2N))`, for γ the effective dimension `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, and N samples, or
+    positions of all samples. The spread costs no more than γ/(2N) where the curvature is right, by Jensen's inequality.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
@@ -47,7 +47,7 @@ class BoundedEvidence(Tuning):
     `MeanField`): then σ² makes the width. If the user gave σ², the evidence chooses the prior precision.
 
     Args:
-        nats: maximum cost of the spread of labels, in nats per training sample, with the default link.
+        nats: maximum cost of the spread of classes, in nats per training sample, with the default link.
         samples: maximum number of training samples that are read, in batches spread evenly over the loader, which
             should not be sorted; four times as many for a regression. A position of a classifier is a sample; a last
             layer whose outputs have positions reads 16 times as many. At least 8 inputs are read.
@@ -102,14 +102,15 @@ class BoundedEvidence(Tuning):
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most the bound.
 
-        The bound is `nats` for labels, and `max(nats, γ/(2N))` for other targets.
+        The bound is `nats` for classes, and `max(nats, γ/(2N))` for one yes or no and for other targets.
         """
         likelihood, bound = posterior.likelihood, self.nats
         nll = -float(likelihood.log_likelihood(posterior.statistics)) / posterior.samples
-        labels = likelihood.activation is not None or likelihood.classifies(posterior.tangent.outputs)
+        classes = likelihood.classifies(posterior.tangent.outputs)
+        labels = classes or likelihood.activation is not None
         if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
             _warn_of_certainty(type(posterior.tangent.model).__name__, nll)
-        if not labels:
+        if not classes:
             covariance: Any = posterior.covariance
             dimension = covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
             rows = posterior.scale.effective_samples * posterior.tangent.positions.count

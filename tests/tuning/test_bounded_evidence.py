@@ -170,10 +170,12 @@ def test_two_spellings_of_one_law_get_one_prior_precision():
     assert cost(second, loader) > 0.005
 
 
-@pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.HeteroscedasticGaussian()])
+@pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian()])
 def test_a_position_counts_as_a_sample(likelihood, monkeypatch):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1 if likelihood == lw.Poisson() else 2)).double()
+    model = nn.Sequential(
+        nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1 + (likelihood.name == "heteroscedastic"))
+    ).double()
     x, y, bounds = torch.randn(12, 5, 3, dtype=torch.float64), torch.rand(12, 5, 1, dtype=torch.float64).round(), []
     monkeypatch.setattr(bounded_evidence, "crossing", lambda points, costs, bound: bounds.append(bound) or 0.0)
     for inputs, targets in ((x, y), (x.flatten(0, 1), y.flatten(0, 1))):
