@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
 from ..methods.prior import Prior
-from ..methods.problem import Scale
 from ..tangent import Tangent, Vectors
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class LogEvidence:
     covariance: PriorCovariance  # Σ; only its curvature G is used
     likelihood: Likelihood
     statistics: dict[str, Tensor]  # sums over the data, from which log p(y|θ̂) follows at any noise variance
-    scale: Scale  # factors of the likelihood (k) and of the curvature (s)
+    weight: float  # k, the factor of the likelihood
     distance: Tensor  # `|θ̂ - μ0|²` of each block (n_blocks,)
 
     def __call__(
@@ -50,8 +49,8 @@ class LogEvidence:
         Cholesky factor. The `lower_bound` subtracts half the trace of the curvature outside a subspace.
         """
         noise = None if noise_variance is None else torch.as_tensor(noise_variance, dtype=torch.float64)
-        fit = self.scale.of_likelihood * self.likelihood.log_likelihood(self.statistics, noise)
-        scale = replace(self.scale, noise_variance=noise).of_curvature / factor
+        fit = self.weight * self.likelihood.log_likelihood(self.statistics, noise)
+        scale = (self.weight if noise is None else self.weight / noise) / factor
         value = fit - factor * (precision * self.distance).sum() / 2
         value = value - self.covariance.log_det_ratio(precision, scale).to(value) / 2
         return value - self.covariance.evidence_gap(precision, scale) / 2 if lower_bound else value

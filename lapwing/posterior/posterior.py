@@ -213,7 +213,7 @@ class Posterior(Displayed, Generic[P]):
             )
         covariance = self._prior_covariance("evidence")
         distance = squared_distance(self.tangent, self.prior)
-        return LogEvidence(covariance, self.likelihood, self.statistics, self.scale, distance)
+        return LogEvidence(covariance, self.likelihood, self.statistics, self.scale.of_likelihood, distance)
 
     @outside_modes
     def log_marginal_likelihood(
