@@ -26,8 +26,9 @@ MOST_DIRECTIONS, PRINCIPAL_ROWS = 256, 1_024
 """Maximum number of principal components that w combines, and of rows that define them if there are more features."""
 CONSTANT, SMALLEST = 1e-6, 1e-10
 """Standard deviation of a constant feature, over its largest value; least squared residual, over the mean one."""
-PART_BEYOND = 0.01
-"""Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others."""
+PART_BEYOND, NOT_FAR = 0.01, 1.001
+"""Fraction of the training rows beyond each end of the range of wᵀz, and of those that count as far from the others;
+factor of their distance, so that rounding does not decide whether the row at the quantile is far."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
 FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, FEW_ERRORS = 5, 30, 200, 1.5
@@ -198,7 +199,7 @@ def shapes(
     solutions = torch.stack([fitted(*one) for one in zip(squares.T, weights.T, SMALLEST * floor, strict=True)], 1)
     # 4. the range of wᵀz and the distances of the rows
     noises, whitening = [], basis * (variances + 2 / rows.weights.sum()).rsqrt()
-    reach = _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - PART_BEYOND, mass)[0]
+    reach = NOT_FAR * _quantile((z @ whitening).square().sum(1, keepdim=True), 1 - PART_BEYOND, mass)[0]
     for w, b in zip(solutions[..., :-1], solutions[..., -1], strict=True):  # (C, F), (C,)
         low, high = (_quantile(z @ w.T, part, mass) for part in (PART_BEYOND, 1 - PART_BEYOND))
         noises.append(InputNoise(centre, scale, w, low, high, b, floor, whitening, reach, 1.0, df))

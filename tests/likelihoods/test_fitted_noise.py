@@ -329,6 +329,19 @@ KEPT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", [0, 4, 5])
+def test_a_training_row_at_the_edge_of_the_data_has_one_noise_in_all_batches(seed):
+    """The row at the quantile of the distances is not far, however its features are rounded."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 2)).double().eval()
+    torch.manual_seed(seed)
+    y, x = 0.3 * torch.randn(300, 2, dtype=F64), torch.randn(300, 3, dtype=F64)
+    options: dict[str, Any] = {"likelihood": lw.StudentT(df=4.0, noise="constant"), "validation": (x[200:], y[200:])}
+    posterior = lw.fit(model, (x[:200], y[:200]), lw.KFAC(), **options)
+    alone = torch.cat([posterior.predict(row[None]).std for row in x[:200]])
+    torch.testing.assert_close(alone, posterior.predict(x[:200]).std)
+
+
 @pytest.mark.parametrize("df", [3.0, 10.0])
 def test_given_tails_have_the_level_of_their_own_likelihood(df):
     """Outliers would give a normal law, and so its σ², twenty times the width."""
