@@ -236,12 +236,12 @@ class KnownCalls:
 
         With `whole`, its recordings may never begin at a module.
         """
-        form, current = inputs.form, self.state is not None and self.state.is_equal()
+        form = inputs.form
         call = *watched, form
         if form is None or recording.chosen or not recording.plain or state.restored:
             return
-        if not current:
-            self.state, self.calls, state.trusts = state, {}, True
+        if state is not self.state:
+            self.state, self.calls = state, {}
         if call in self.calls and not whole:
             return
         ids = {*map(id, watched.values())}

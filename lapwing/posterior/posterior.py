@@ -640,11 +640,10 @@ class Posterior(Displayed, Generic[P]):
         save(self, path)
 
     def _check_network(self) -> None:
-        call = self.tangent.call
-        changed = self.stamp.changed(call.model, call.known.state)
+        changed = self.stamp.changed()
         if changed is not None:
             raise LapwingError(
-                f"{changed} of {type(call.model).__name__} was written, replaced or added after the fit. Fit "
+                f"{changed} of {type(self.model).__name__} was written, replaced or added after the fit. Fit "
                 "again, or load the weights of the fit into the model and use lw.load(path, model)."
             )
 

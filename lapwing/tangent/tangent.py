@@ -90,7 +90,7 @@ class Tangent:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
             call = replace(call, layout=Positions.of(error.shape, shape))
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
-        check_constant(network, before.changed(network))
+        check_constant(network, before.changed())
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
