@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..environment import unlocked_property
+
 Vectors = dict[str, Tensor]
 """A vector over the weights: block name -> (..., P_block)."""
 
@@ -54,7 +56,7 @@ class Block:
         shapes = tuple(tuple(shape) for shape in data["shapes"])
         return cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
 
-    @property
+    @unlocked_property
     def is_generic(self) -> bool:
         return self.family == "generic"
 

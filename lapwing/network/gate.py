@@ -235,6 +235,13 @@ def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:
     if inputs.spreads:
         raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
     inputs.check_finite(where)
+    if any(shared):
+        _check_shared(inputs, shared)
+    return replace(inputs, checked=True)
+
+
+def _check_shared(inputs: Inputs, shared: Sequence[bool]) -> None:
+    """Raises if a tensor that the samples of the first batch shared has as many rows as there are samples."""
     samples, now = inputs.samples, inputs.shared
     if samples > 1 and len(now) == len(shared) and any(was > still for was, still in zip(shared, now, strict=True)):
         raise LapwingError(
@@ -242,7 +249,6 @@ def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:
             "it could also hold one row for each sample. Pass it in another shape, such as shared[None], or let "
             "forward=lambda model, inputs: model(inputs, shared) hold it."
         )
-    return replace(inputs, checked=True)
 
 
 def check_recording(

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..environment import unlocked_property
 from ..errors import LapwingError
 
 EXACT_OUTPUTS = 1000
@@ -101,7 +102,7 @@ class Positions:
         outputs = shape[axis]
         return cls(axis, len(shape), outputs, prod(shape[1:]) // max(1, outputs))
 
-    @property
+    @unlocked_property
     def several(self) -> bool:
         """Whether the outputs have dimensions of positions that are rows of their own."""
         return self.dims > 2 and not self.flattened

@@ -121,7 +121,7 @@ class Posterior(Displayed, Generic[P]):
         """Whether a tuning chose δ, σ² or the logit temperature."""
         return self.method.tuning is not None
 
-    @property
+    @cached_property
     def model(self) -> torch.nn.Module:
         """The network of the posterior: the user's own, or for SWAG and MeanField a copy with other weights."""
         return self.tangent.model
@@ -323,8 +323,9 @@ class Posterior(Displayed, Generic[P]):
 
         Cost: the cost of the way plus the cost of the link.
         """
-        rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
-        check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
+        if generator is not None:
+            rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator)
+            check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         self._check_network()
         likelihood, way = self.likelihood, self.aim.via if self.aim is not None and via is None else via
         parts = latents_of(self, x, way, False, progress, likelihood.features_read)

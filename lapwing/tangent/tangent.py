@@ -106,7 +106,7 @@ class Tangent:
         gives_outputs = self.plan.last >= 0 or self.positions.rows_are_positions
         return replace(self, call=replace(self.call, activation=None if gives_outputs else activation, looks=False))
 
-    @property
+    @unlocked_property
     def model(self) -> nn.Module:
         """The uncompiled network."""
         return self.call.model
@@ -140,7 +140,7 @@ class Tangent:
     def named_blocks(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
 
-    @property
+    @unlocked_property
     def _weight(self) -> Tensor:
         """A treated weight, or some weight of the network if none is treated."""
         every = list((self.parameters or parameters_of(self.model)).values())
@@ -166,7 +166,7 @@ class Tangent:
         """Layout of the positions of the outputs; one position if the outputs are a matrix (B, C)."""
         return self.call.layout or Positions(1, 2, self.outputs, 1)
 
-    @property
+    @unlocked_property
     def width(self) -> int:
         """Number of outputs per input of the first batch: C, or T C."""
         return self.outputs * self.positions.count
