@@ -124,9 +124,7 @@ class Recorder(EagerMode):
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
         out = function(*args, **kwargs)
-        one_row = use.inputs.ndim > 1 and use.inputs.shape[0] == 1
-        matrix = use.matrix() if one_row and self._spread > 1 else None
-        spread = matrix is not None and matrix.one_hot
+        spread = use.one_hot and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
         if spread:
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
