@@ -217,14 +217,13 @@ def _dropout_rate(layer: nn.Module) -> float:
     return 0.0
 
 
-def check_constant(model: nn.Module, written: str | None) -> None:
-    """Raises if calls of the network in eval mode have written the parameter or buffer of this name."""
-    if written is not None:
-        raise LapwingError(
-            f"{type(model).__name__} writes {written} whenever it is called, also in eval mode, but a posterior "
-            "describes fixed weights. Let forward() write it only if self.training, or register it by "
-            "register_buffer(..., persistent=False) if it is a buffer that the outputs do not depend on."
-        )
+def writes_itself(model: nn.Module, written: str) -> LapwingError:
+    """Returns the error for a network whose calls in eval mode write the parameter or buffer of this name."""
+    return LapwingError(
+        f"{type(model).__name__} writes {written} whenever it is called, also in eval mode, but a posterior "
+        "describes fixed weights. Let forward() write it only if self.training, or register it by "
+        "register_buffer(..., persistent=False) if it is a buffer that the outputs do not depend on."
+    )
 
 
 def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:

@@ -76,7 +76,7 @@ class PreservedState(AbstractContextManager["PreservedState", None]):
 
     @contextmanager
     def after_errors(self) -> Iterator[None]:
-        """Restores the attributes only if the block raises an exception, because otherwise it changes nothing."""
+        """Restores the attributes only after an exception, for a block that is known to change nothing otherwise."""
         try:
             yield
         except BaseException:
