@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2080, functions=308, classes=51, files=55),
-    "fit with its default tuning": Ran(lines=2559, functions=386, classes=65, files=66),
+    "fit with a given prior": Ran(lines=2071, functions=307, classes=50, files=55),
+    "fit with its default tuning": Ran(lines=2550, functions=385, classes=64, files=66),
     "first prediction": Ran(lines=887, functions=137, classes=33, files=37),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

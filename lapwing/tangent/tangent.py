@@ -340,9 +340,8 @@ class Tangent:
 
     def require(self, need: MemoryNeed) -> None:
         """Raises if the tensors of a need exceed the memory budget."""
-        refusal = need.refusal(self.memory)
-        if refusal is not None:
-            raise LapwingError(refusal)
+        if need.bytes > self.memory:
+            raise LapwingError(need.refusal(self.memory))
 
     def _warn_of_memory(self) -> None:
         """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.
