@@ -104,7 +104,10 @@ class Linearized(Way):
     def _of_positions(
         self, tangent: Tangent, covariance: Covariance, inputs: Inputs
     ) -> LinearDraws | LatentAtPositions:
-        """Returns one Gaussian for each position of the outputs."""
+        """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
+
+        It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
+        """
         if inputs.spreads:
             raise LapwingError(
                 "The outputs have positions, and this way has no uncertain inputs. Pass via=lw.MonteCarlo(draws=50)."
@@ -115,7 +118,17 @@ class Linearized(Way):
             raise LapwingError(
                 f"{self} cannot select outputs at positions. Pass via=lw.Linearized(), or draws=64 for very many."
             )
-        return _at_positions(tangent, covariance, tangent.check(inputs))
+        parts: list[tuple[slice, Latent]] = []
+        sizes: tuple[int, ...] = ()
+        scratch = tangent.outputs * covariance.scratch_per_row
+        for rows, record in tangent.records(inputs, None, covariance.record_dtype, Reading(scratch)):
+            parts.append((rows, _latent(covariance, record)))
+            sizes = record.sizes
+        latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
+        if any(rows.step is not None for rows, _ in parts):
+            order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
+            latent = latent.taken(order.argsort().to(latent.mean.device))
+        return LatentAtPositions(latent, tangent.positions.places(inputs.samples, sizes))
 
     def _selection(self, outputs: int, joint: bool) -> Selection:
         """Returns which of C outputs the latent has."""
@@ -253,24 +266,6 @@ def _of_uncertain(
     if selection is not None:  # the outputs of the recorded pass, which may break ties differently
         added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
     return latent.plus(added)
-
-
-def _at_positions(tangent: Tangent, covariance: Covariance, checked: Inputs) -> LatentAtPositions:
-    """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
-
-    It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
-    """
-    parts: list[tuple[slice, Latent]] = []
-    sizes: tuple[int, ...] = ()
-    scratch = tangent.outputs * covariance.scratch_per_row
-    for rows, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
-        parts.append((rows, _latent(covariance, record)))
-        sizes = record.sizes
-    latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
-    if any(rows.step is not None for rows, _ in parts):
-        order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
-        latent = latent.taken(order.argsort().to(latent.mean.device))
-    return LatentAtPositions(latent, tangent.positions.places(checked.samples, sizes))
 
 
 def _latent(covariance: Covariance, record: Record) -> Latent:
