@@ -228,14 +228,10 @@ def _posteriors_of(
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
 
     summary, factor = result.summary, result.data_factor
-    if summary is None:
-        summary = runner.summary()
-        if problem.data_size is None:  # the steps of a method may have ended before the data
-            factor *= runner.count() / summary.samples
+    assert summary is not None  # `Runner.run` sets it
     if problem.data_size is not None:
-        count = summary.samples if result.summary is None else runner.count()
-        check_data_size(problem.data_size, count)
-        factor *= problem.data_size / count
+        check_data_size(problem.data_size, runner.count())
+        factor *= problem.data_size / runner.count()
     whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
     parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
     if parts and factor > 1:

@@ -79,7 +79,8 @@ def with_data(
         seed=seed, temperature=posterior.temperature,
     )  # fmt: skip
     result = runner.run(Update(posterior.covariance, posterior.method), problem)
-    further = runner.summary()
+    further = result.summary
+    assert further is not None  # `Runner.run` sets it
     residual, noise = likelihood.residual_variance(further.statistics), posterior.noise_variance
     if remedy is not None and residual is not None and noise is not None and residual > FAR * noise:
         log.warning(

@@ -81,12 +81,11 @@ class Runner:
             return self._at.summary.samples
         return len(self.labels()) if known is None else known
 
-    def summary(self) -> DataSummary:
-        """Returns the likelihood statistics of the samples that the passes have read."""
-        return self._at.summary
-
     def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
-        """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass."""
+        """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass.
+
+        The result has a summary. If the passes have read fewer samples than there are, the factor makes up for that.
+        """
         passes = method.passes(problem)
         answers: list[Any] = [None]  # `pop` leaves the method the only reference to a state
         while True:
@@ -94,26 +93,22 @@ class Runner:
                 step = passes.send(answers.pop())
             except StopIteration as end:
                 result = end.value if isinstance(end.value, FitResult) else FitResult(end.value)
-                if not self._at.summary.samples and result.summary is None:
-                    self._run(LikelihoodPass(problem), problem)
-                return result
+                break
             if isinstance(step, LabelsOfData):
                 answers.append(self.labels())
             elif isinstance(step, SamplesSeen):
                 answers.append(Seen(self.count(), self._at.summary))
+            elif self._parts and isinstance(step, CurvaturePass) and step.limit is None:
+                answers.append(self._with_first_parts(step, problem, stop))
             else:
-                answers.append(self._run(step, problem, stop))
+                answers.append(self._sums(step, problem).state)
             del step
-
-    def _run(self, step: Pass, problem: Problem, stop: Stop | None = None) -> State:
-        """Runs a pass; returns its state. Then computes the covariances of the first samples, if they are needed."""
-        if ranks.several():
-            _prepare_on_ranks(step)
-        if isinstance(step, SumPass) and step.in_iteration:
-            self._checkpoint = NoCheckpoint()
-        if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
-            return self._sums(step, problem).state
-        return self._with_first_parts(step, problem, stop)
+        if result.summary is not None:
+            return result
+        if not self._at.summary.samples:
+            self._sums(LikelihoodPass(problem), problem)
+        summary = self._at.summary
+        return replace(result, summary=summary, data_factor=result.data_factor * (self.count() / summary.samples))
 
     def _with_first_parts(self, step: CurvaturePass[Any], problem: Problem, stop: Stop | None) -> State:
         """Runs a curvature pass, and again for the first samples; ends with these if `stop` returns True."""
@@ -135,6 +130,10 @@ class Runner:
 
     def _sums(self, step: Pass, problem: Problem) -> PassSums:
         """Runs a pass over the data, or the rest of it."""
+        if ranks.several():
+            _prepare_on_ranks(step)
+        if isinstance(step, SumPass) and step.in_iteration:
+            self._checkpoint = NoCheckpoint()
         before, drawn = self._at, problem.root.generator.get_state()
         collects = not before.whole and step.limit is None  # the first pass that reads all samples
 
