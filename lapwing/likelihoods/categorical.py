@@ -15,12 +15,12 @@ from ..covariance.terms import DenseTerm
 from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
-from ..linalg import check_draws, doubled, possible, seeded
+from ..linalg import at_least_float32, check_draws, doubled, possible, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from . import quadrature
 from .base import Integrals, Likelihood
 from .classwise import CLASSES, information
-from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, at_least_float32, draw_chunks
+from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, draw_chunks
 from .logits import LogitLikelihood
 from .predictions import PSEUDO_WEIGHT, DiscretePrediction
 from .registry import register_likelihood

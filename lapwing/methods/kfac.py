@@ -17,7 +17,7 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, S
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..likelihoods import Likelihood
-from ..linalg import check_matrices, doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
+from ..linalg import check_matrices, doubled, eigen_in_place, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint, decompositions
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -266,14 +266,11 @@ def _eigenbasis(state: Factors, name: str, positions: int, count: Tensor, rank: 
 
 def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the dtype of the factor, whose memory it frees."""
-    matrix = factors.pop(name)
-    device, dtype = matrix.device, matrix.dtype
-    if centred or not is_reduced(matrix.shape[-1], rank):
-        matrix = doubled(matrix)
+    device, dtype = factors[name].device, factors[name].dtype
     if centred:
         # (I - 11ᵀ/n) Γ (I - 11ᵀ/n)
-        matrix = mirrored(matrix)
-        matrix -= matrix.mean(-1, keepdim=True)
-        matrix -= matrix.mean(-2, keepdim=True)
-    values, vectors = eigen_in_place(matrix, rank, dtype)
+        factors[name] = mirrored(doubled(factors[name]))
+        factors[name] -= factors[name].mean(-1, keepdim=True)
+        factors[name] -= factors[name].mean(-2, keepdim=True)
+    values, vectors = eigen_in_place(factors.pop(name), rank, dtype)
     return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)
