@@ -91,11 +91,6 @@ class FitOptions(Options):
                 f"{', '.join(given)} was given too. Write lw.fit(model, loader, prior=posterior)."
             )
 
-    @property
-    def names_no_method(self) -> bool:
-        """Whether lapwing chooses the method and the parameters."""
-        return self.method is self.params is None
-
     def described(self, functions: bool = True) -> dict[str, Any]:
         """Returns fingerprints of the options that decide the fit, as JSON, equal in all calls.
 
