@@ -164,7 +164,9 @@ def fit(
 def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
     """Returns the inputs of the method, with noise ratios that the residuals show."""
     tangent, prior, tune = choice.sizes.tangent, choice.prior, data.tune
-    likelihood = data.with_residuals(tangent)
+    likelihood = data.likelihood
+    if heads := likelihood.open_heads(tangent.outputs):
+        likelihood = data.with_residuals(tangent, heads)
     if ranks.several():
         check_same_network(tangent.model)
     return Problem(
