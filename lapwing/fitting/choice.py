@@ -22,7 +22,7 @@ from ..likelihoods.inferred import check_logits
 from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..methods.passes import Batch
-from ..methods.prior import Prior, check_noise
+from ..methods.prior import Prior, check_range
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
@@ -177,7 +177,7 @@ def _check_fit(method: Method, shape: FitShape, data: FitData, validation: bool)
         rows = outputs_of_first_batch(tangent, likelihood, data.first)
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
-    check_noise(likelihood, tangent)
+    check_range("noise variance", likelihood.noise_variance, tangent.dtype)
     for part in likelihood.regressions.values():
         if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
             raise _noise_is_given(part, tune)
