@@ -23,9 +23,9 @@ from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..posterior.tuned import checked, tuned
-from ..running.checkpoint import Checkpoint, NoCheckpoint
+from ..running.checkpoint import Checkpoint
 from ..running.fingerprints import check_same_network
-from ..running.runner import Runner, Stop
+from ..running.runner import NoCheckpoint, Runner, Stop
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning

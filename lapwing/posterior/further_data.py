@@ -17,9 +17,8 @@ from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.updating import Update
 from ..network.eager import own_parameters, real, uncompiled
 from ..network.entry import full_precision
-from ..running.checkpoint import NoCheckpoint
 from ..running.fingerprints import check_same_network
-from ..running.runner import Runner
+from ..running.runner import NoCheckpoint, Runner
 from ..tangent import Tangent, join
 from ..tangent.retry import entry
 from .method_info import MethodInfo

@@ -6,8 +6,9 @@ A `RunnerState` holds everything that it needs to continue after an interruption
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -36,13 +37,54 @@ from ..methods.passes import (
 from ..methods.problem import Problem, Seen
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
+from ..tangent import Tangent
 from ..tangent.retry import retried
-from .checkpoint import NoCheckpoint, PassSums, RunnerState
 
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
 Stop = Callable[[Covariance, DataSummary], bool]
 """Whether more samples would make a covariance worse: see `EarlyStopping(stop="first fall")`."""
+
+
+@dataclass
+class PassSums(State):
+    """Sums of a pass over data. Over several ranks these are the sums of this rank until the pass ends."""
+
+    state: State = field(default_factory=State)  # state of the pass
+    summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
+    counted: int = 0  # above 0 if a target counts
+
+
+@dataclass
+class RunnerState(State):
+    """State of the runner in one pass. Together with the states of earlier passes it determines the rest of the fit."""
+
+    sums: PassSums = field(default_factory=PassSums)
+    summary: DataSummary = field(default_factory=DataSummary)  # of the samples that all passes have read
+    generator: Tensor | None = None  # state of the random generator of the Fisher root; None before it is saved
+    batches: int = 0  # number of batches of the pass that are done
+    start: int = 0  # number of samples of these batches
+    size: int = 0  # n, or 0 if it is unknown
+    whole: bool = False  # whether `summary` covers all samples
+    finished: bool = False  # whether the pass is finished
+
+
+class NoCheckpoint:
+    """The checkpoint of a fit that cannot be continued: it keeps nothing."""
+
+    @contextmanager
+    def opened(
+        self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any
+    ) -> Iterator[None]:
+        """Holds the passes of the fit."""
+        yield
+
+    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
+        """Returns the state at the start of a pass."""
+        return fresh
+
+    def keep(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each batch of a sum pass, and after each pass."""
 
 
 class Runner:
