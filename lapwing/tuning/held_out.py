@@ -19,6 +19,7 @@ from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
+from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
@@ -232,11 +233,10 @@ def candidate_latents(
     reading = Reading(scratch, max_positions=SOME_POSITIONS, variances_only=variances_only)
     with torch.no_grad():
         for batch in loader:
-            samples = Samples.of(batch).to(tangent.device)
+            samples = Batch.of(tangent, Samples.of(batch).to(tangent.device))
             for part, record in tangent.records(samples.inputs, probes, first.covariance.record_dtype, reading):
-                places = tangent.positions.places(len(samples.targets), record.sizes)
-                labels, weights = places.targets(samples.targets, tangent.outputs)[part], samples.weights
-                weights = None if weights is None else weights.repeat_interleave(places.count)[part]
+                _, labels, weights = samples.targets_of_rows(record.sizes)
+                labels, weights = labels[part], None if weights is None else weights[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
                 for group in groups:
