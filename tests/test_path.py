@@ -44,7 +44,7 @@ class Ran(NamedTuple):
 
 CEILINGS = {
     "fit with a given prior": Ran(lines=2099, functions=300, classes=49, files=53),
-    "fit with its default tuning": Ran(lines=2571, functions=375, classes=62, files=65),
+    "fit with its default tuning": Ran(lines=2552, functions=375, classes=62, files=65),
     "first prediction": Ran(lines=999, functions=151, classes=37, files=40),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""
