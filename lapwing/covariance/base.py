@@ -112,6 +112,7 @@ class Covariance(Stored):
     precision: Tensor | None = None  # δ of each of `blocks`, (n_blocks,) float64; None without a prior
     full_rank: bool = False  # every direction of the weights has a positive variance
     has_prior: ClassVar[bool] = False  # the prior can be changed: ask `has_prior(covariance)`
+    scratch_per_row: int = 0  # numbers per row of J that `output_covariance` needs temporarily
     distinct_draws: int | None = None  # number of draws that Σ is made of; None for any other Σ
     keeps_outputs: ClassVar[bool] = False  # a layer that gives all outputs needs no matrix (B, C, C)
     continued_by: Literal["blocks", "matrix", "rows", "basis"] | None = None
@@ -164,11 +165,6 @@ class Covariance(Stored):
     def has_rounding_noise(self) -> bool:
         """Whether rounding noise of the curvature exceeds `λ + δ/s` in some direction, and so decides its variance."""
         return False
-
-    @property
-    def scratch_per_row(self) -> int:
-        """Numbers per row of J that `output_covariance` needs temporarily, in addition to the record's own."""
-        return 0
 
     def to_dense(self) -> Tensor:
         """Returns Σ (P, P), blocks in order. Memory O(P²)."""

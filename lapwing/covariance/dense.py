@@ -45,6 +45,7 @@ class DenseCovariance(PriorCovariance):
         eigen: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.blocks, self.curvature, self.precision, self.scale = blocks, curvature.double(), precision, scale
+        self.scratch_per_row = 3 * self.size
         if eigen is None or not same_ratios(eigen[2], precision):
             root = expand(blocks, precision).rsqrt()
             whitened = (self.curvature * root).mul_(root[:, None])
@@ -56,10 +57,6 @@ class DenseCovariance(PriorCovariance):
 
     def has_rounding_noise(self) -> bool:
         return bool((self._weights * RESOLVED < 1).any())
-
-    @property
-    def scratch_per_row(self) -> int:
-        return 3 * self.size
 
     def shares_contraction_with(self, other: PriorCovariance) -> bool:
         return isinstance(other, DenseCovariance) and other.curvature is self.curvature

@@ -50,7 +50,7 @@ class Subspace(PriorCovariance):
     ) -> None:
         self.blocks, self.basis, self.curvature, self.traces = blocks, basis, curvature, traces
         self.precision, self.scale = precision, scale
-        self.rank = basis.rank if rank is None else rank
+        self.rank, self.scratch_per_row = basis.rank if rank is None else rank, basis.scratch_per_row
         self._leading = curvature[: self.rank, : self.rank]  # of H, (k, k)
         self._eigen = eigen if eigen is not None and same_ratios(eigen[2], precision) else self._diagonalised()
         self._curvatures = self._eigen[0] * (self._eigen[2][0] / precision[0])  # h (k,)
@@ -102,10 +102,6 @@ class Subspace(PriorCovariance):
         """Returns the rows of `√w W̃` in one layer (k, O, I)."""
         rows = self._directions()[name]
         return (rows * weights.sqrt()[:, None].to(rows)).reshape(-1, *self.block(name).matrix_shape[1:])
-
-    @property
-    def scratch_per_row(self) -> int:
-        return self.basis.scratch_per_row
 
     def shares_contraction_with(self, other: PriorCovariance) -> bool:
         """Whether both have the same basis: J is projected on it once for all priors, ranks and curvatures."""

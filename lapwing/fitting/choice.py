@@ -22,7 +22,7 @@ from ..likelihoods.inferred import check_logits
 from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..methods.passes import Batch
-from ..methods.prior import Prior, check_noise
+from ..methods.prior import Prior, check_range
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS
@@ -50,31 +50,7 @@ class Choice:
     sizes: FitShape  # of the surveyed network, the likelihood and the data
     prior: Prior
     reason: str | None  # why this is the default, and how to choose another; None if the user named the method
-
-    def log_default(self, options: FitOptions) -> None:
-        """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
-        if self.reason is not None:
-            self._log_reason(self.reason)
-        if options.names_no_method:
-            self._warn_if_frozen()
-
-    def _warn_if_frozen(self) -> None:
-        model = self.sizes.tangent.model
-        if not any(part.requires_grad for part in model.parameters()):
-            log.warning(
-                "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
-                "write params=lw.last_layer; for all weights write params=lw.matching('*').",
-                type(model).__name__,
-            )
-
-    def _log_reason(self, reason: str) -> None:
-        footprint = self.method.footprint(self.sizes)
-        assert footprint is not None  # every default method has one
-        log.info(
-            "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
-            "lw.plan(model, loader) shows more.",
-            reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
-        )  # fmt: skip
+    by_default: bool  # whether lapwing chose the method and the parameters
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -141,7 +117,8 @@ def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples
         targets=data.first.targets, activation=data.likelihood.activation,
     )  # fmt: skip
     method, params, tangent, reason = options.method, options.params, None, None
-    if options.names_no_method:
+    by_default = method is params is None
+    if by_default:
         method, tangent, reason = default_fit(data, survey, count)
     if tangent is None:
         if params is None:
@@ -162,7 +139,22 @@ def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples
     precision, decay = options.prior_precision, options.weight_decay
     precision = precision if decay is None else (options.data_size or count()) * decay
     prior = Prior.read(tangent, precision, options.prior_mean)
-    return Choice(method, sizes, prior, reason)
+    return Choice(method, sizes, prior, reason, by_default)
+
+
+def log_default(choice: Choice) -> None:
+    """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
+    footprint, model = choice.method.footprint(choice.sizes), choice.sizes.tangent.model
+    assert footprint is not None  # every default method has one
+    log.info(
+        "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
+        "lw.plan(model, loader) shows more.", choice.reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
+    )  # fmt: skip
+    if choice.by_default and not any(part.requires_grad for part in model.parameters()):
+        log.warning(
+            "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
+            "write params=lw.last_layer; for all weights write params=lw.matching('*').", type(model).__name__,
+        )  # fmt: skip
 
 
 def classifies(likelihood: Likelihood, tangent: Tangent) -> bool:
@@ -185,7 +177,7 @@ def _check_fit(method: Method, shape: FitShape, data: FitData, validation: bool)
         rows = outputs_of_first_batch(tangent, likelihood, data.first)
         if rows is not None:
             check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
-    check_noise(likelihood, tangent)
+    check_range("noise variance", likelihood.noise_variance, tangent.dtype)
     for part in likelihood.regressions.values():
         if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
             raise _noise_is_given(part, tune)

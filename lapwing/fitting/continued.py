@@ -15,7 +15,7 @@ from ..network.gate import checked_network
 from ..network.stamp import Stamp
 from ..posterior import Posterior
 from ..posterior.further_data import check_invertible, with_data
-from ..running.checkpoint import NoCheckpoint
+from ..running.runner import NoCheckpoint
 from ..tangent import Tangent
 from .options import FitOptions
 

@@ -23,14 +23,14 @@ from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
 from ..posterior.tuned import checked, tuned
-from ..running.checkpoint import Checkpoint, NoCheckpoint
+from ..running.checkpoint import Checkpoint
 from ..running.fingerprints import check_same_network
-from ..running.runner import Runner, Stop
+from ..running.runner import NoCheckpoint, Runner, Stop
 from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
-from .choice import Choice, advice_on_memory, choose, classifies, outputs_of_first_batch
+from .choice import Choice, advice_on_memory, choose, classifies, log_default, outputs_of_first_batch
 from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -149,13 +149,14 @@ def fit(
         advice = advice_on_memory(choice.method, choice.sizes)
         if advice is not None:
             raise LapwingError(advice)
-        choice.log_default(options)
+        if choice.reason is not None:
+            log_default(choice)
         problem = _problem(options, choice, data, runner)
         with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
             data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
             tune=[problem.traces_wanted, prefixes],
         ):  # fmt: skip
-            posterior = _run_and_tune(options, choice.method, problem, data, runner)
+            posterior = _run_and_tune(options, choice, problem, data, runner)
         data.warn_of_samples(options, runner.size_if_known())
         return posterior
 
@@ -163,7 +164,9 @@ def fit(
 def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
     """Returns the inputs of the method, with noise ratios that the residuals show."""
     tangent, prior, tune = choice.sizes.tangent, choice.prior, data.tune
-    likelihood = data.with_residuals(tangent)
+    likelihood = data.likelihood
+    if heads := likelihood.open_heads(tangent.outputs):
+        likelihood = data.with_residuals(tangent, heads)
     if ranks.several():
         check_same_network(tangent.model)
     return Problem(
@@ -174,13 +177,13 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
     )  # fmt: skip
 
 
-def _run_and_tune(options: FitOptions, method: Method, problem: Problem, data: FitData, runner: Runner) -> Posterior:
+def _run_and_tune(options: FitOptions, choice: Choice, problem: Problem, data: FitData, runner: Runner) -> Posterior:
     """Runs the passes of the method, and tunes what the user did not give; returns the checked posterior."""
-    started, tune = time.perf_counter(), data.tune
+    started, method, tune = time.perf_counter(), choice.method, data.tune
     stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
     result = runner.run(method, problem, stop)
     posterior, parts = _posteriors_of(runner, method, problem, result)
-    if options.names_no_method:
+    if choice.by_default:
         rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
     if "targets" in posterior.statistics:  # of Gaussian noise
@@ -228,14 +231,10 @@ def _posteriors_of(
         return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
 
     summary, factor = result.summary, result.data_factor
-    if summary is None:
-        summary = runner.summary()
-        if problem.data_size is None:  # the steps of a method may have ended before the data
-            factor *= runner.count() / summary.samples
+    assert summary is not None  # `Runner.run` sets it
     if problem.data_size is not None:
-        count = summary.samples if result.summary is None else runner.count()
-        check_data_size(problem.data_size, count)
-        factor *= problem.data_size / count
+        check_data_size(problem.data_size, runner.count())
+        factor *= problem.data_size / runner.count()
     whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
     parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
     if parts and factor > 1:

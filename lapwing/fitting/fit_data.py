@@ -60,12 +60,8 @@ class FitData:
             tune = replace(tune, loader=held_out.on_first_rank())
         return cls(model, training, held_out, first, likelihood, tune)
 
-    def with_residuals(self, tangent: Tangent) -> Likelihood:
-        """Returns the likelihood with the noise of open heads, or ratios, by residuals of held-out or training data."""
-        keys = self.likelihood.open_heads(tangent.outputs)
-        return self._with_noise_of(keys, tangent) if keys else self.likelihood
-
-    def _with_noise_of(self, keys: Iterable[Any], tangent: Tangent) -> Likelihood:
+    def with_residuals(self, tangent: Tangent, keys: Iterable[Any]) -> Likelihood:
+        """Returns the likelihood with the noise of heads, or ratios, by residuals of held-out or training data."""
         likelihood: Any = self.likelihood
         data = self.training if self.held_out is None else self.held_out
         sums = {key: DataSummary() for key in keys}

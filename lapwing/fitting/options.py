@@ -81,20 +81,20 @@ class FitOptions(Options):
                 f"every={self.every} needs a checkpoint, which it writes after that many batches. Write "
                 "checkpoint='fit.safetensors', or leave every out."
             )
+        if self.prior is not None:
+            self._check_with_prior()
+
+    def _check_with_prior(self) -> None:
+        """Raises if an option is given that a former posterior decides."""
         given = [
             f"{each.name}=" for each in fields(self)
             if each.name not in WITH_PRIOR and not is_one_of(getattr(self, each.name), (each.default,))
         ]  # fmt: skip
-        if self.prior is not None and given:
+        if given:
             raise LapwingError(
                 f"prior=posterior decides the method, the parameters, the likelihood and the prior, and "
                 f"{', '.join(given)} was given too. Write lw.fit(model, loader, prior=posterior)."
             )
-
-    @property
-    def names_no_method(self) -> bool:
-        """Whether lapwing chooses the method and the parameters."""
-        return self.method is self.params is None
 
     def described(self, functions: bool = True) -> dict[str, Any]:
         """Returns fingerprints of the options that decide the fit, as JSON, equal in all calls.

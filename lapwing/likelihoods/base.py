@@ -19,9 +19,9 @@ from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..jacobian.jacobian import Reads
-from ..linalg import cholesky, doubled, seeded
+from ..linalg import at_least_float32, cholesky, doubled, seeded
 from ..options import Options
-from .links import ExactLink, Link, SampledLink, at_least_float32
+from .links import ExactLink, Link, SampledLink
 from .prediction_at_positions import PredictionAtPositions
 from .predictions import P
 from .quadrature import weighted_log_power_mean

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from ..covariance import AnyLatent
 from ..data.frames import as_targets
 from ..errors import LapwingError
-from ..linalg import check_draws, doubled, seeded
+from ..linalg import at_least_float32, check_draws, doubled, seeded
 from ..options import POSITIVE_NUMBERS, at_least, check_argument, option
 from . import quadrature
 from .base import Integrals, Likelihood
-from .links import Link, Probit, Quadrature, SampledLink, TabulatedQuadrature, at_least_float32
+from .links import Link, Probit, Quadrature, SampledLink, TabulatedQuadrature
 from .logits import LogitLikelihood
 from .predictions import PSEUDO_WEIGHT, DiscretePrediction
 from .registry import register_likelihood

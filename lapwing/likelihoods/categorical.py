@@ -15,16 +15,16 @@ from ..covariance.terms import DenseTerm
 from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
-from ..linalg import check_draws, doubled, possible, seeded
+from ..linalg import at_least_float32, check_draws, doubled, possible, seeded
 from ..options import POSITIVE_NUMBERS, integer, number, option
 from . import quadrature
 from .base import Integrals, Likelihood
 from .classwise import CLASSES, information
-from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, at_least_float32, draw_chunks
+from .links import ClassLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, draw_chunks
 from .logits import LogitLikelihood
 from .predictions import PSEUDO_WEIGHT, DiscretePrediction
 from .registry import register_likelihood
-from .targets import check_class_probabilities, check_labels, is_soft, which_count
+from .targets import check_labels, is_soft, which_count
 
 
 @register_likelihood
@@ -81,7 +81,7 @@ class Categorical(LogitLikelihood["ClassPrediction"]):
         return ()
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        _check_targets("Categorical", outputs, targets, self.ignore_index)
+        check_labels("Categorical", outputs.shape, outputs.device, targets, self.ignore_index, soft=True)
         if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
             raise LapwingError(
                 f"The class_weights of Categorical are {len(self.class_weights)} numbers, and the outputs have shape "
@@ -264,9 +264,9 @@ class ClassPrediction(DiscretePrediction):
 
         For class probabilities q (B, C) as targets, it is `Σ_c q_c log p_c`.
         """
-        targets = as_targets(targets, self.log_probs.device)
-        _check_targets("ClassPrediction.log_prob", self.log_probs, targets, self.ignore_index)
-        return _of_targets(self.log_probs, targets, self.ignore_index)
+        logs, targets = self.log_probs, as_targets(targets, self.log_probs.device)
+        check_labels("ClassPrediction.log_prob", logs.shape, logs.device, targets, self.ignore_index, soft=True)
+        return _of_targets(logs, targets, self.ignore_index)
 
     def pseudo_row(self, outputs: Tensor) -> Tensor:
         logits = outputs if outputs.shape == self.log_probs.shape else self.log_probs  # not so for `lw.Ordinal`
@@ -299,14 +299,6 @@ class ClassPrediction(DiscretePrediction):
     def __repr__(self) -> str:
         inputs, classes = self.log_probs.shape
         return f"{type(self).__name__}({inputs} inputs, {classes} classes, link={self.link})"
-
-
-def _check_targets(name: str, outputs: Tensor, targets: Tensor, ignored: int) -> None:
-    """Checks integer labels (B,), or class probabilities (B, C), against outputs (B, C)."""
-    if outputs.ndim == 2 and outputs.shape[1] > 1 and is_soft(outputs.shape, targets):
-        check_class_probabilities(name, outputs.shape, outputs.device, targets)
-    else:
-        check_labels(name, outputs.shape, outputs.device, targets, ignored)
 
 
 def _of_targets(logs: Tensor, targets: Tensor, ignored: int) -> Tensor:

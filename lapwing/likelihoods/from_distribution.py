@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from ..covariance import AnyLatent
 from ..errors import LapwingError, is_out_of_memory, shown
-from ..linalg import doubled, psd_root, seeded_torch
+from ..linalg import at_least_float32, doubled, psd_root, seeded_torch
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
 from .categorical import ClassPrediction
-from .links import Link, SampledLink, at_least_float32, latent_draws, latent_points
+from .links import Link, SampledLink, latent_draws, latent_points
 from .mixtures import MixturePrediction, log_density, validation
 from .predictions import P
 from .registry import register_likelihood

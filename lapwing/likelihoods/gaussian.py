@@ -14,11 +14,11 @@ from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, plain_numbers, shown
-from ..linalg import cholesky, double_device, doubled
+from ..linalg import at_least_float32, cholesky, double_device, doubled
 from ..options import POSITIVE_NUMBERS, instance_of, option
 from .base import Integrals, Likelihood, apply_weights
 from .input_noise import InputNoise
-from .links import ExactLink, Link, at_least_float32
+from .links import ExactLink, Link
 from .mixtures import known_residuals
 from .registry import register_likelihood
 from .regression import RegressionPrediction

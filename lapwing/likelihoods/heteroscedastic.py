@@ -14,9 +14,9 @@ from torch import distributions as dist
 from ..covariance import AnyLatent
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError
-from ..linalg import doubled, seeded
+from ..linalg import at_least_float32, doubled, seeded
 from .base import NoiselessLikelihood
-from .links import ExactLink, Link, at_least_float32
+from .links import ExactLink, Link
 from .mixtures import NormalsPrediction, mixture_of, normal_nodes
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood

@@ -12,12 +12,11 @@ from torch import Tensor
 from ..data import batches
 from ..data.inputs import Samples
 from ..errors import LapwingError
-from ..linalg import doubled
+from ..linalg import at_least_float32, doubled
 from .base import Likelihood
 from .bernoulli import Bernoulli
 from .categorical import Categorical
 from .gaussian import Gaussian
-from .links import at_least_float32
 from .targets import aligned_targets, are_class_probabilities
 
 log = logging.getLogger("lapwing")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..covariance import AnyLatent
-from ..linalg import cholesky, doubled, possible, seeded
+from ..linalg import at_least_float32, cholesky, doubled, possible, seeded
 from ..options import Options, at_least, integer, option
 from . import classwise, quadrature
 from .mixtures import normal_nodes
@@ -27,11 +27,6 @@ _DRAWN_NUMBERS = 2**23  # latent values in memory at once while averaging over d
 
 MAX_DRAWS = 10**9
 """Maximum of `SampledLink(draws=...)`."""
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Returns half precision as float32, and wider dtypes unchanged: the log of a sum needs at least float32."""
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
@@ -86,12 +81,6 @@ def latent_nodes(latent: AnyLatent) -> tuple[Tensor, Tensor]:
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns `m / sqrt(1 + π/8 v)`: MacKay's probit approximation."""
     return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
-
-
-def _possible(mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a mask of the possible classes (B, C), and their number (B, 1). Impossible ones have no variance."""
-    mask = possible(mean)
-    return mask, mask.sum(-1, keepdim=True, dtype=mean.dtype)
 
 
 class Link(Options):
@@ -157,7 +146,8 @@ class Probit(ClassLink, BinaryLink):
         if self.scale == "marginal":
             return torch.log_softmax(probit_logits(mean, at_least_float32(latent.variance)), -1)
         # 1. Var[f_c - mean f] (B, C), over the possible classes; then one for each class, or one for each input (B, 1)
-        mask, classes = _possible(mean)
+        mask = possible(mean)  # impossible classes have no variance
+        classes = mask.sum(-1, keepdim=True, dtype=mean.dtype)
         variance = at_least_float32(latent.centred_variance)
         if self.scale == "class":
             mean = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
@@ -212,7 +202,8 @@ class LaplaceBridge(ClassLink):
     def _log_concentration(self, latent: AnyLatent) -> Tensor:
         # 1. μ (B, C), the mean minus its average over the possible classes, and V (B, C) of the centred logits
         mean, variance = at_least_float32(latent.mean), at_least_float32(latent.centred_variance)
-        mask, classes = _possible(mean)
+        mask = possible(mean)
+        classes = mask.sum(-1, keepdim=True, dtype=mean.dtype)
         centred = mean - torch.where(mask, mean, 0.0).sum(-1, keepdim=True) / classes
         variance = variance.clamp_min(torch.finfo(variance.dtype).tiny)
         # 2. the log of e^{μ_c}/C² Σ_l e^{-μ_l} + (1 - 2/C) (B, C)

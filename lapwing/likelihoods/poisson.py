@@ -11,9 +11,9 @@ from torch import Tensor
 from torch import distributions as dist
 
 from ..covariance import AnyLatent
-from ..linalg import doubled, seeded
+from ..linalg import at_least_float32, doubled, seeded
 from .base import NoiselessLikelihood
-from .links import ExactLink, Link, at_least_float32, latent_nodes
+from .links import ExactLink, Link, latent_nodes
 from .mixtures import mixture_of
 from .predictions import RealPrediction
 from .quadrature import LEAST_VARIANCE

@@ -15,8 +15,8 @@ from torch import distributions as dist
 from ..covariance import AnyLatent, has_factor, is_selected
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
-from ..linalg import cholesky, doubled, seeded
-from .links import at_least_float32, latent_nodes
+from ..linalg import at_least_float32, cholesky, doubled, seeded
+from .links import latent_nodes
 from .mixtures import NormalsPrediction, bisected
 from .predictions import RealPrediction
 from .student import GaussianPlusNoise, noise_nodes, student_normals

@@ -34,9 +34,16 @@ def no_targets_error(which: str) -> LapwingError:
 
 
 def check_labels(
-    name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor, ignored: int | None = None
-) -> None:
-    """Checks integer class labels (B,) from 0 to C - 1 against outputs (B, C); the label `ignored` is accepted too."""
+    name: str, outputs_shape: torch.Size, device: torch.device, labels: Tensor, ignored: int | None = None,
+    soft: bool = False,
+) -> None:  # fmt: skip
+    """Checks integer class labels (B,) from 0 to C - 1 against outputs (B, C); the label `ignored` is accepted too.
+
+    With `soft`, class probabilities (B, C) are accepted too: rows of numbers of at least 0 that sum to 1.
+    """
+    if soft and len(outputs_shape) == 2 and outputs_shape[1] > 1 and is_soft(outputs_shape, labels):
+        _check_class_probabilities(name, outputs_shape, device, labels)
+        return
     batch, classes = _batch_and_outputs(name, outputs_shape, device, labels, "labels")
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     if whole and classes > 1 and labels.shape == (batch,):
@@ -160,7 +167,7 @@ def are_class_probabilities(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= rounding)
 
 
-def check_class_probabilities(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
+def _check_class_probabilities(name: str, outputs_shape: torch.Size, device: torch.device, targets: Tensor) -> None:
     """Checks that class probabilities (B, C) are at least 0 and that rows sum to 1 up to rounding."""
     check_target_shape(name, outputs_shape, device, targets)
     bad = ~are_class_probabilities(targets, targets.dtype)

@@ -6,7 +6,7 @@ Begin with `values.py`, which chooses the device of float64 tensors.
 from __future__ import annotations
 
 from .draws import check_draws, check_memory, generator_on, seeded, seeded_torch
-from .eigen import condensed, eigen_in_place, is_reduced, symmetric_eigen
+from .eigen import condensed, eigen_in_place, symmetric_eigen
 from .factorisations import RANK_CUT, cholesky, orthonormal_rows, psd_root
 from .values import (
     RESOLVED,
@@ -14,6 +14,7 @@ from .values import (
     accumulation_dtype,
     add_squares,
     are_finite,
+    at_least_float32,
     check_matrices,
     double_device,
     doubled,
@@ -28,8 +29,8 @@ from .values import (
 )
 
 __all__ = [
-    "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "are_finite", "check_draws",
-    "check_matrices", "check_memory", "cholesky", "condensed", "double_device", "doubled", "eigen_in_place",
-    "generator_on", "is_finite", "is_reduced", "joined", "mirrored", "nonnegative", "orthonormal_rows", "placed",
+    "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "are_finite", "at_least_float32",
+    "check_draws", "check_matrices", "check_memory", "cholesky", "condensed", "double_device", "doubled",
+    "eigen_in_place", "generator_on", "is_finite", "joined", "mirrored", "nonnegative", "orthonormal_rows", "placed",
     "possible", "psd_root", "row_products", "seeded", "seeded_torch", "symmetric_eigen", "total",
 ]  # fmt: skip

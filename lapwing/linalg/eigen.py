@@ -47,25 +47,25 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(matrix.device), vectors.to(matrix.device)
 
 
-def eigen_in_place(
-    lower: Tensor, rank: int | None = None, summed: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    """Decomposes finite PSD matrices (..., n, n), on the CPU in their own memory: `check_matrices` before.
+def eigen_in_place(lower: Tensor, rank: int | None = None, summed: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Decomposes finite PSD matrices (..., n, n), on the CPU in float64 in their own memory: `check_matrices` before.
 
-    Only the lower triangle is read, and U may overwrite the matrix. Another device may fail, and then the matrix must
-    still be intact. It is float64, or of any dtype if it is reduced (`is_reduced`); U has its dtype.
+    Returns λ in float64, and U. Only the lower triangle is read, and U may overwrite the matrix. Another device may
+    fail, and then the matrix must still be intact.
 
-    A sum of few squares `x xᵀ` (`rank`, summed in the dtype `summed`) is reduced to its range, which its product with a
-    random matrix spans (Halko, Martinsson and Tropp 2011). The other eigenvalues are rounding noise and become 0. If
-    the given rank is too low, the whole matrix is decomposed instead.
+    A sum of few squares `x xᵀ` (`rank`, summed in the dtype `summed`; None means its own) is reduced to its range, in
+    its own dtype, if that is faster. Its product with a random matrix spans the range (Halko, Martinsson and Tropp
+    2011). The other eigenvalues are rounding noise and become 0. If the given rank is too low, the whole matrix is
+    decomposed instead.
 
     Cost: time O(n³), memory 16 n² bytes for LAPACK; if it is reduced, time O(n² rank) and memory O(n rank).
     """
-    size = lower.shape[-1]
+    size, summed = lower.shape[-1], summed or lower.dtype
     rank, noise = size if rank is None else min(rank, size), 10 * math.sqrt(size) * torch.finfo(summed).eps
-    if is_reduced(size, rank):
+    if size >= MIN_REDUCED_WIDTH and 3 * (rank + 2 * SPARE) <= 2 * size:
         parts = [_reduced(matrix, rank, noise) for matrix in lower.reshape(-1, size, size)]
         return torch.stack(parts).reshape(lower.shape[:-1]), lower
+    lower = doubled(lower)
     if lower.device.type != "cpu":
         values, matrix = _eigh(lower)
     else:
@@ -80,11 +80,6 @@ def _without_noise(values: Tensor, rank: int, noise: float) -> Tensor:
     if beyond.numel():
         beyond.masked_fill_(beyond <= noise * values[..., -1:], 0.0)
     return values
-
-
-def is_reduced(size: int, rank: int) -> bool:
-    """Whether finding the range is faster than a full decomposition, for a matrix of this size and rank."""
-    return size >= MIN_REDUCED_WIDTH and 3 * (rank + 2 * SPARE) <= 2 * size
 
 
 def _reduced(matrix: Tensor, rank: int, noise: float) -> Tensor:

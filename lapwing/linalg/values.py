@@ -28,6 +28,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Returns half precision as float32, and wider dtypes unchanged: the log of a sum needs at least float32."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
 def double_device(device: torch.device) -> torch.device:
     """Returns the device for float64 tensors: the CPU for Apple's mps, which has no float64."""
     return torch.device("cpu") if device.type == "mps" else device

@@ -17,7 +17,7 @@ from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, S
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
 from ..likelihoods import Likelihood
-from ..linalg import check_matrices, doubled, eigen_in_place, is_reduced, mirrored, symmetric_eigen
+from ..linalg import check_matrices, doubled, eigen_in_place, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent
 from .footprint import DECOMPOSITION_BYTES, FitShape, Footprint, decompositions
 from .passes import Batch, CurvaturePass, Method, Passes, run_curvature_pass
@@ -146,13 +146,6 @@ class Factors(State):
     A: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ a aᵀ` (G, I, I); one-hot: diagonal (G, I)
     Gamma: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ g gᵀ` (G, O, O)
 
-    def counts(self) -> list[Tensor]:
-        """Returns # (1,) of each block of A: the number of positions, or their total weight if weighted."""
-        if self.excess is None:
-            return [*self.count[:, None]]
-        tiny = torch.finfo(torch.float64).tiny  # if all weights are 0, there are no data and λ = 0
-        return [*(doubled(self.count) + self.excess).clamp_min(tiny)[:, None]]
-
 
 class _FactorPass(CurvaturePass[Factors]):
     """Sums A, Γ and # of the Kronecker-factored blocks, and the diagonals or dense matrices of the other blocks."""
@@ -204,9 +197,11 @@ class _FactorPass(CurvaturePass[Factors]):
         work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
         check_matrices([*state.A.values(), *state.Gamma.values()])
         widest_first = sorted(work, key=work.__getitem__, reverse=True)  # while few other eigenvectors are in memory
-        rank = problem.summed_root.rank
+        count = state.count  # the number of positions, or their total weight
+        if state.excess is not None:  # if all weights are 0, there are no data and λ = 0
+            count = (doubled(count) + state.excess).clamp_min(torch.finfo(torch.float64).tiny)
         positions = dict(zip(state.A, state.count.tolist(), strict=True))
-        counts = dict(zip(state.A, state.counts(), strict=True))
+        counts, rank = dict(zip(state.A, count[:, None], strict=True)), problem.summed_root.rank
         bases = {n: _eigenbasis(state, n, positions[n], counts[n], rank, n in logits) for n in widest_first}
         for name, kind in self._kinds.items():
             if kind == "diagonal":
@@ -248,7 +243,7 @@ class _SecondMoments(CurvaturePass[BlockSums]):
 
 
 def _eigenbasis(state: Factors, name: str, positions: int, count: Tensor, rank: int, centred: bool) -> KroneckerBlock:
-    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #`, # (1,) the count of `Factors.counts`.
+    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #` with # = `count` (1,).
 
     A is a sum of `positions` squares, and Γ of `rank` times as many. For logits, Γ maps the vector of ones to 0 up to
     rounding. With a weak prior, the rounding would carry the large variance of that direction to other outputs;
@@ -266,14 +261,11 @@ def _eigenbasis(state: Factors, name: str, positions: int, count: Tensor, rank: 
 
 def _diagonalised(factors: dict[str, Tensor], name: str, rank: int, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Returns λ (G, n) in float64 and U (G, n, n) in the dtype of the factor, whose memory it frees."""
-    matrix = factors.pop(name)
-    device, dtype = matrix.device, matrix.dtype
-    if centred or not is_reduced(matrix.shape[-1], rank):
-        matrix = doubled(matrix)
+    device, dtype = factors[name].device, factors[name].dtype
     if centred:
         # (I - 11ᵀ/n) Γ (I - 11ᵀ/n)
-        matrix = mirrored(matrix)
-        matrix -= matrix.mean(-1, keepdim=True)
-        matrix -= matrix.mean(-2, keepdim=True)
-    values, vectors = eigen_in_place(matrix, rank, dtype)
+        factors[name] = mirrored(doubled(factors[name]))
+        factors[name] -= factors[name].mean(-1, keepdim=True)
+        factors[name] -= factors[name].mean(-2, keepdim=True)
+    values, vectors = eigen_in_place(factors.pop(name), rank, dtype)
     return values, vectors.to(device, dtype, memory_format=torch.contiguous_format)

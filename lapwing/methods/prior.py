@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, is_positive, shown
-from ..likelihoods import Likelihood
 from ..linalg import double_device
 from ..network.eager import real
 from ..options import positive, refusal
@@ -46,8 +45,11 @@ class Prior:
         return cls(values, _prior_mean(tangent, mean), precision is not None)
 
 
-def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Raises if precisions or variances, or their inverses, are 0 or infinite in a dtype."""
+def check_range(what: str, values: Tensor | float | None, dtype: torch.dtype) -> None:
+    """Raises if precisions or a variance, or their inverses, are 0 or infinite in a dtype; None is accepted."""
+    if values is None:
+        return
+    values = torch.as_tensor(values, dtype=torch.float64)
     rounded = torch.stack([values, 1 / values]).to(dtype)
     if not ((rounded > 0) & (rounded < inf)).all():
         low, high = values.min().item(), values.max().item()
@@ -56,12 +58,6 @@ def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
             f"A {what} of {numbers} or its inverse is 0 or infinite in {dtype}. Use a value between 1e-30 and 1e30, "
             "and scale the inputs and the targets to about 1."
         )
-
-
-def check_noise(likelihood: Likelihood, tangent: Tangent) -> None:
-    """Raises if the dtype of the weights cannot express the noise variance."""
-    if likelihood.noise_variance is not None:
-        check_range("noise variance", torch.tensor(likelihood.noise_variance, dtype=torch.float64), tangent.dtype)
 
 
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from ..methods import DataSummary, FisherRoot, Problem
 from ..methods.updating import Update
 from ..network.eager import own_parameters, real, uncompiled
 from ..network.entry import full_precision
-from ..running.checkpoint import NoCheckpoint
 from ..running.fingerprints import check_same_network
-from ..running.runner import Runner
+from ..running.runner import NoCheckpoint, Runner
 from ..tangent import Tangent, join
 from ..tangent.retry import entry
 from .method_info import MethodInfo
@@ -79,7 +78,8 @@ def with_data(
         seed=seed, temperature=posterior.temperature,
     )  # fmt: skip
     result = runner.run(Update(posterior.covariance, posterior.method), problem)
-    further = runner.summary()
+    further = result.summary
+    assert further is not None  # `Runner.run` sets it
     residual, noise = likelihood.residual_variance(further.statistics), posterior.noise_variance
     if remedy is not None and residual is not None and noise is not None and residual > FAR * noise:
         log.warning(

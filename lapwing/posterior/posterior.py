@@ -18,7 +18,7 @@ from ..display import Displayed, warns_once
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..linalg import check_draws
-from ..methods.prior import Prior, check_noise
+from ..methods.prior import Prior, check_range
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp
@@ -190,7 +190,7 @@ class Posterior(Displayed, Generic[P]):
             check_argument("posterior.with_prior", "noise_variance", noise_variance, positive(), "0.1")
         prior = Prior.read(self.tangent, prior_precision)
         noise = self.noise_variance if noise_variance is None else noise_variance
-        check_noise(self.likelihood.with_noise_variance(noise), self.tangent)
+        check_range("noise variance", self.likelihood.with_noise_variance(noise).noise_variance, self.tangent.dtype)
         calibrated = self.likelihood != self.likelihood.with_logit_temperature(None)
         others_tuned = calibrated or (noise_variance is None and not self.noise_fixed)
         method = self.method if others_tuned else replace(self.method, tuning=None)

@@ -16,7 +16,7 @@ from ..data.progress import tracked
 from ..errors import LapwingError
 from ..linalg import are_finite
 from ..methods import FitShape, Method
-from ..methods.prior import check_noise
+from ..methods.prior import check_range
 from ..options import Options
 from ..tangent.retry import retried
 
@@ -155,7 +155,7 @@ def checked(posterior: Posterior, parts: Sequence[Posterior] = ()) -> Posterior:
             f"{posterior.tangent.dtype}. Scale the inputs and the targets to about 1, or fit the network in float64 "
             "with model.double()."
         )
-    check_noise(posterior.likelihood, posterior.tangent)
+    check_range("noise variance", posterior.likelihood.noise_variance, posterior.tangent.dtype)
     if posterior.covariance.has_rounding_noise():
         _tell_of_rounding(posterior)
     return posterior

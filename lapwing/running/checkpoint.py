@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from .. import ranks
 from ..data.data import Data, other_size
 from ..errors import LapwingError, shown
 from ..files import check_writable, place_of, read_safetensors, remove_temporaries, write_safetensors
-from ..methods.state import DataSummary, State
 from ..tangent import Tangent
 from .fingerprints import differences, fingerprint_of
+from .runner import NoCheckpoint, RunnerState
 
 log = logging.getLogger("lapwing")
 
@@ -36,47 +35,6 @@ CONTENTS = 7  # version of the contents of a checkpoint
 SECONDS = 60.0  # minimum time between two writes of the file within a pass, if `every` is None
 
 Saved = tuple[str, dict[str, Tensor]]  # label of a pass, and copies of the tensors of its state
-
-
-@dataclass
-class PassSums(State):
-    """Sums of a pass over data. Over several ranks these are the sums of this rank until the pass ends."""
-
-    state: State = field(default_factory=State)  # state of the pass
-    summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
-    counted: int = 0  # above 0 if a target counts
-
-
-@dataclass
-class RunnerState(State):
-    """State of the runner in one pass. Together with the states of earlier passes it determines the rest of the fit."""
-
-    sums: PassSums = field(default_factory=PassSums)
-    summary: DataSummary = field(default_factory=DataSummary)  # of the samples that all passes have read
-    generator: Tensor | None = None  # state of the random generator of the Fisher root; None before it is saved
-    batches: int = 0  # number of batches of the pass that are done
-    start: int = 0  # number of samples of these batches
-    size: int = 0  # n, or 0 if it is unknown
-    whole: bool = False  # whether `summary` covers all samples
-    finished: bool = False  # whether the pass is finished
-
-
-class NoCheckpoint:
-    """The checkpoint of a fit that cannot be continued: it keeps nothing."""
-
-    @contextmanager
-    def opened(
-        self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any
-    ) -> Iterator[None]:
-        """Holds the passes of the fit."""
-        yield
-
-    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
-        """Returns the state at the start of a pass."""
-        return fresh
-
-    def keep(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
-        """Is called after each batch of a sum pass, and after each pass."""
 
 
 class Checkpoint(NoCheckpoint):

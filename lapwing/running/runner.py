@@ -6,8 +6,9 @@ A `RunnerState` holds everything that it needs to continue after an interruption
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -36,13 +37,54 @@ from ..methods.passes import (
 from ..methods.problem import Problem, Seen
 from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
+from ..tangent import Tangent
 from ..tangent.retry import retried
-from .checkpoint import NoCheckpoint, PassSums, RunnerState
 
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
 Stop = Callable[[Covariance, DataSummary], bool]
 """Whether more samples would make a covariance worse: see `EarlyStopping(stop="first fall")`."""
+
+
+@dataclass
+class PassSums(State):
+    """Sums of a pass over data. Over several ranks these are the sums of this rank until the pass ends."""
+
+    state: State = field(default_factory=State)  # state of the pass
+    summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
+    counted: int = 0  # above 0 if a target counts
+
+
+@dataclass
+class RunnerState(State):
+    """State of the runner in one pass. Together with the states of earlier passes it determines the rest of the fit."""
+
+    sums: PassSums = field(default_factory=PassSums)
+    summary: DataSummary = field(default_factory=DataSummary)  # of the samples that all passes have read
+    generator: Tensor | None = None  # state of the random generator of the Fisher root; None before it is saved
+    batches: int = 0  # number of batches of the pass that are done
+    start: int = 0  # number of samples of these batches
+    size: int = 0  # n, or 0 if it is unknown
+    whole: bool = False  # whether `summary` covers all samples
+    finished: bool = False  # whether the pass is finished
+
+
+class NoCheckpoint:
+    """The checkpoint of a fit that cannot be continued: it keeps nothing."""
+
+    @contextmanager
+    def opened(
+        self, data: Data, describe: Callable[[], Mapping[str, Any]], tangent: Tangent, **more: Any
+    ) -> Iterator[None]:
+        """Holds the passes of the fit."""
+        yield
+
+    def resumed(self, label: str, fresh: RunnerState, generator: torch.Generator) -> RunnerState:
+        """Returns the state at the start of a pass."""
+        return fresh
+
+    def keep(self, label: str, state: RunnerState, generator: torch.Generator) -> None:
+        """Is called after each batch of a sum pass, and after each pass."""
 
 
 class Runner:
@@ -81,12 +123,11 @@ class Runner:
             return self._at.summary.samples
         return len(self.labels()) if known is None else known
 
-    def summary(self) -> DataSummary:
-        """Returns the likelihood statistics of the samples that the passes have read."""
-        return self._at.summary
-
     def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
-        """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass."""
+        """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass.
+
+        The result has a summary. If the passes have read fewer samples than there are, the factor makes up for that.
+        """
         passes = method.passes(problem)
         answers: list[Any] = [None]  # `pop` leaves the method the only reference to a state
         while True:
@@ -94,26 +135,22 @@ class Runner:
                 step = passes.send(answers.pop())
             except StopIteration as end:
                 result = end.value if isinstance(end.value, FitResult) else FitResult(end.value)
-                if not self._at.summary.samples and result.summary is None:
-                    self._run(LikelihoodPass(problem), problem)
-                return result
+                break
             if isinstance(step, LabelsOfData):
                 answers.append(self.labels())
             elif isinstance(step, SamplesSeen):
                 answers.append(Seen(self.count(), self._at.summary))
+            elif self._parts and isinstance(step, CurvaturePass) and step.limit is None:
+                answers.append(self._with_first_parts(step, problem, stop))
             else:
-                answers.append(self._run(step, problem, stop))
+                answers.append(self._sums(step, problem).state)
             del step
-
-    def _run(self, step: Pass, problem: Problem, stop: Stop | None = None) -> State:
-        """Runs a pass; returns its state. Then computes the covariances of the first samples, if they are needed."""
-        if ranks.several():
-            _prepare_on_ranks(step)
-        if isinstance(step, SumPass) and step.in_iteration:
-            self._checkpoint = NoCheckpoint()
-        if not (isinstance(step, CurvaturePass) and step.limit is None and self._parts):
-            return self._sums(step, problem).state
-        return self._with_first_parts(step, problem, stop)
+        if result.summary is not None:
+            return result
+        if not self._at.summary.samples:
+            self._sums(LikelihoodPass(problem), problem)
+        summary = self._at.summary
+        return replace(result, summary=summary, data_factor=result.data_factor * (self.count() / summary.samples))
 
     def _with_first_parts(self, step: CurvaturePass[Any], problem: Problem, stop: Stop | None) -> State:
         """Runs a curvature pass, and again for the first samples; ends with these if `stop` returns True."""
@@ -135,6 +172,10 @@ class Runner:
 
     def _sums(self, step: Pass, problem: Problem) -> PassSums:
         """Runs a pass over the data, or the rest of it."""
+        if ranks.several():
+            _prepare_on_ranks(step)
+        if isinstance(step, SumPass) and step.in_iteration:
+            self._checkpoint = NoCheckpoint()
         before, drawn = self._at, problem.root.generator.get_state()
         collects = not before.whole and step.limit is None  # the first pass that reads all samples
 

@@ -16,6 +16,7 @@ from ..methods import FitShape, Method
 from ..network.entry import outside_modes
 from ..options import number, option
 from ..posterior import Posterior
+from ..posterior.evidence import LogEvidence
 from ..posterior.tuned import Training, Tuning
 from .search import ascend, best_of_grid, golden_section
 
@@ -109,52 +110,59 @@ def _value(posterior: Posterior) -> float:
 def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None]:
     """Returns the δ (n_blocks,) and σ² of highest log evidence; values that the user gave are kept.
 
-    A grid over one δ, at the σ² of the residuals, starts an ascent in log δ and log σ², which starts one in the log δ
-    of every block. If only one δ is open, a golden-section search replaces the ascent: values cost less than gradients.
+    If only one δ is open, it is found by golden sections: values cost less than gradients. Otherwise a grid over one δ,
+    at the σ² of the residuals, starts an ascent.
     """
     evidence, precision = posterior.log_evidence, posterior.prior.precision
     open_prior, open_noise = not posterior.prior.fixed, not posterior.noise_fixed
     noise = posterior.likelihood.residual_variance(posterior.statistics) if open_noise else posterior.noise_variance
     if not (open_prior or open_noise):
         return precision, noise
-    # 1. the best δ of a grid at the σ² of the residuals, or by golden sections if σ² is given
-    ranges, starts = [], []
     low, high = _decades(noise)
+    exponents = []  # log10 δ; empty if δ is given
     if open_prior:
-        precision = torch.ones_like(precision)
+        precision, points = torch.ones_like(precision), math.ceil(2 * (high - low)) + 1
         at = lambda log10: float(evidence(precision, noise, 10**log10))  # noqa: E731
-        points = math.ceil(2 * (high - low)) + 1
         if open_noise:
             grid, best = best_of_grid(at, low, high, points)
-            starts.append(grid[best])
+            exponents.append(grid[best])
         else:
-            starts.append(golden_section(at, low, high, points))
-        ranges.append((low - BEYOND, high + BEYOND))
-    if open_noise:
-        assert noise is not None  # an open σ² has a residual
-        starts.append(math.log10(noise))
-        ranges.append((starts[-1] - 1, starts[-1] + 6))  # the best σ² is not below the residual's (MacKay 1992)
+            exponents.append(golden_section(at, low, high, points))
+    point = torch.tensor(exponents, dtype=torch.float64, device=precision.device)
+    if open_noise or (per_layer and len(precision) > 1):
+        point, noise = _ascended(evidence, precision, point, noise, open_noise, per_layer)
+    if open_prior:
+        precision = 10 ** point.clamp(low, high) * precision
+    return precision, noise
+
+
+def _ascended(
+    evidence: LogEvidence, precision: Tensor, exponents: Tensor, noise: float | None, open_noise: bool, per_layer: bool
+) -> tuple[Tensor, float | None]:
+    """Returns the log10 δ (1,), or (n_blocks,) with `per_layer`, and the σ² of highest log evidence, from a start.
+
+    Without `exponents` δ is `precision`. The first ascent is in one log10 δ and log10 σ², and starts one in all δ.
+    """
+    low, high = _decades(noise)
+    point, ranges = exponents, [(low - BEYOND, high + BEYOND)] * len(exponents)
 
     def value(point: Tensor) -> Tensor:
         """Returns the log evidence at a point of log10 δ (one, or one per block) and log10 σ², if they are open."""
         deltas, variance = point[: len(point) - open_noise], 10 ** point[-1] if open_noise else noise
         if len(deltas) > 1:
             return evidence(10**deltas, variance)
-        return evidence(precision, variance, 10 ** deltas[0] if open_prior else 1.0)
+        return evidence(precision, variance, 10 ** deltas[0] if len(deltas) else 1.0)
 
-    # 2. an ascent in log10 δ and log10 σ² from there
-    point = torch.tensor(starts, dtype=torch.float64, device=precision.device)
     if open_noise:
-        point = ascend(value, point, *zip(*ranges, strict=True))
-    if open_prior:
-        # 3. another one in log10 δ of all blocks
-        blocks = len(precision)
-        if per_layer and blocks > 1:
-            point = torch.cat([point[:1].expand(blocks), point[1:]])
-            point = ascend(value, point, *zip(*[ranges[0]] * blocks, *ranges[1:], strict=True))
-        deltas = point[: len(point) - open_noise].clamp(low, high)
-        precision = 10**deltas * torch.ones_like(precision)
-    return precision, float(10 ** point[-1]) if open_noise else noise
+        assert noise is not None  # an open σ² has a residual
+        start = math.log10(noise)
+        ranges.append((start - 1, start + 6))  # the best σ² is not below the residual's (MacKay 1992)
+        point = ascend(value, torch.cat([point, point.new_tensor([start])]), *zip(*ranges, strict=True))
+    blocks = len(precision)
+    if per_layer and len(exponents) and blocks > 1:
+        point = torch.cat([point[:1].expand(blocks), point[1:]])
+        point = ascend(value, point, *zip(*[ranges[0]] * blocks, *ranges[1:], strict=True))
+    return (point[:-1], float(10 ** point[-1])) if open_noise else (point, noise)
 
 
 def _decades(noise: float | None) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
 from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
+from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..network.positions import EXACT_OUTPUTS
 from ..posterior import Posterior
@@ -225,25 +226,22 @@ def candidate_latents(
     if aim.link is not None:
         reads = "covariances" if first.likelihood.reads_covariance(aim.link) else "variances"
     reads = reads or first.likelihood.reads(tangent.outputs)
-    groups = _contraction_groups(posteriors)
-    scratch = _numbers_per_sample(tangent, posteriors, len(candidates(first)), reads)
-    scratch += 4 * latents_in_memory * tangent.outputs * (tangent.outputs if reads == "covariances" else 1)
-    probes = _probes(first, tangent) if aim.link is None else None
+    groups = _contraction_groups(posteriors, candidates)
+    scratch = _numbers_per_sample(tangent, groups, latents_in_memory, reads)
+    probes = _probes(tangent, reads) if has_prior(first.covariance) else None
     variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     reading = Reading(scratch, max_positions=SOME_POSITIONS, variances_only=variances_only)
     with torch.no_grad():
         for batch in loader:
-            samples = Samples.of(batch).to(tangent.device)
+            samples = Batch.of(tangent, Samples.of(batch).to(tangent.device))
             for part, record in tangent.records(samples.inputs, probes, first.covariance.record_dtype, reading):
-                places = tangent.positions.places(len(samples.targets), record.sizes)
-                labels, weights = places.targets(samples.targets, tangent.outputs)[part], samples.weights
-                weights = None if weights is None else weights.repeat_interleave(places.count)[part]
+                _, labels, weights = samples.targets_of_rows(record.sizes)
+                labels, weights = labels[part], None if weights is None else weights[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
-                for members in groups:
-                    some = {(i, j): one for i in members for j, one in enumerate(candidates(posteriors[i]))}
-                    latents = _latents(record, list(some.values()), reads, probes is not None)
-                    for (place, candidate), latent in zip(some.items(), latents, strict=True):
+                for group in groups:
+                    latents = _latents(record, list(group.values()), reads, probes is not None)
+                    for (place, candidate), latent in zip(group.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
 
 
@@ -321,34 +319,34 @@ def at_exponents(exponents: Sequence[float]) -> Candidates:
     return lambda posterior: [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
 
 
-def _contraction_groups(posteriors: Sequence[Posterior]) -> list[list[int]]:
-    """Returns groups of indices of posteriors whose covariances share one contraction of J."""
-    groups: dict[int, list[int]] = {}  # by the first index of each group
+def _contraction_groups(posteriors: Sequence[Posterior], candidates: Candidates) -> list[dict[Place, Posterior]]:
+    """Returns groups of candidates whose covariances share one contraction of J."""
+    groups: dict[int, dict[Place, Posterior]] = {}  # by the index of the first posterior of each group
     for i, posterior in enumerate(posteriors):
         covariance: Any = posterior.covariance
         first = next((j for j in groups if covariance.shares_contraction_with(posteriors[j].covariance)), i)
-        groups.setdefault(first, []).append(i)
+        groups.setdefault(first, {}).update({(i, j): one for j, one in enumerate(candidates(posterior))})
     return list(groups.values())
 
 
-def _numbers_per_sample(tangent: Tangent, posteriors: Sequence[Posterior], priors: int, reads: Reads) -> int:
+def _numbers_per_sample(
+    tangent: Tangent, groups: Sequence[dict[Place, Posterior]], latents_in_memory: int, reads: Reads
+) -> int:
     """Estimates the number of entries per sample that the latents of all candidates need, temporary ones included."""
-    count = len(posteriors) * priors
-    widest = max(block.matrix_shape[1] for block in tangent.blocks)
-    one = tangent.outputs * max(posterior.covariance.scratch_per_row for posterior in posteriors)
-    return one + count * (widest + (tangent.outputs**2 if reads == "covariances" else 2 * tangent.outputs))
+    every = [candidate for group in groups for candidate in group.values()]
+    widest, outputs = max(block.matrix_shape[1] for block in tangent.blocks), tangent.outputs
+    one = outputs * max(candidate.covariance.scratch_per_row for candidate in every)
+    marginal, latent = (outputs**2, outputs**2) if reads == "covariances" else (2 * outputs, outputs)
+    return one + len(every) * (widest + marginal) + 4 * latents_in_memory * latent
 
 
-def _probes(posterior: Posterior, tangent: Tangent) -> RandomCotangents | None:
+def _probes(tangent: Tangent, reads: Reads) -> RandomCotangents | None:
     """Returns random combinations that estimate the mean variance of the outputs of an input, or of a position.
 
-    Returns None if few outputs need a backward pass each, or if the link reads more than their mean variance.
+    Returns None if few outputs need a backward pass each, or if more than their mean variance is read.
     """
-    outputs, mean_is_enough = tangent.outputs, posterior.likelihood.reads(tangent.outputs) == "scale"
-    few = tangent.width <= EXACT_OUTPUTS or outputs <= PROBES
-    if few or tangent.treats_output_alone or not mean_is_enough or not has_prior(posterior.covariance):
-        return None
-    return RandomCotangents(outputs, PROBES)
+    few = tangent.width <= EXACT_OUTPUTS or tangent.outputs <= PROBES
+    return None if few or tangent.treats_output_alone or reads != "scale" else RandomCotangents(tangent.outputs, PROBES)
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:

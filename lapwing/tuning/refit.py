@@ -121,13 +121,14 @@ class Refit(Tuning):
 
 def is_cheap(posterior: Posterior, first: Samples, rows: int) -> bool:
     """Whether `Refit` is the default for a fit with this first batch: a fresh copy of the network trains in seconds."""
-    x, trained = first.inputs.value, sum(p.numel() for p in posterior.model.parameters() if p.requires_grad)
+    x, model = first.inputs.value, posterior.tangent.model
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     regression = not posterior.noise_fixed and posterior.likelihood.residual_variance(posterior.statistics) is not None
     table = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()
     if not (regression and table and rows <= DEFAULT_ROWS and 0 < trained <= TESTED_WEIGHTS):
         return False
     with _own_random_numbers(posterior), suppress(LapwingError):  # of a network that cannot be copied
-        return not fresh_copy(posterior.model)[1]
+        return not fresh_copy(model)[1]
     return False
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lapwing as lw
 from lapwing import tangent as tn
-from lapwing.tuning.held_out import PROBES, sample_scores, spread_costs
+from lapwing.tuning.held_out import PROBES, candidate_latents, sample_scores, spread_costs
 from tests.quick import others_slow
 
 
@@ -52,6 +52,17 @@ def test_many_probes_give_the_exact_scores(make, monkeypatch):
     assert not torch.equal(few, exact)  # probes were taken
     assert torch.allclose(few, exact, rtol=0.5)
     assert torch.allclose(sample_scores([posterior], lambda _: candidates, data, (0.0, 0.3)), scores, atol=0.02)
+
+
+def test_covariances_of_many_outputs_are_exact(monkeypatch):
+    """`Validation(calibration="matrix")` reads them."""
+    torch.manual_seed(0)
+    model, data = flat()
+    posterior = lw.fit(model, data, lw.KFAC(), prior_precision=0.5)
+    monkeypatch.setattr("lapwing.tuning.held_out.EXACT_OUTPUTS", 4)
+    latents = candidate_latents([posterior], lambda one: [one], data, "covariances")
+    for (x, _), (_, _, latent, _, _) in zip(data, latents, strict=True):
+        assert torch.allclose(latent.covariance, posterior.latent(x).covariance, rtol=1e-10)
 
 
 def test_links_of_each_output_are_scored_exactly(monkeypatch):
