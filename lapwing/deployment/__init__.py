@@ -27,7 +27,7 @@ from ..likelihoods.classwise import CLASSES
 from ..network.entry import outside_modes
 from ..options import check_argument, instance_of
 from ..posterior import Posterior
-from ..prediction import DefaultWay, Linearized, Scaled, Way
+from ..prediction import Linearized, Scaled, Way, default_way
 from ..prediction.streamlined import Streamlined
 from ..tuning import Amortized, scale_factor
 from .export import Observe, Results, trace
@@ -141,7 +141,8 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
     if inputs.samples < MIN_LEVEL_INPUTS and data is not None:
         inputs = Data.of(data, posterior).first.inputs
     if inputs.samples >= MIN_LEVEL_INPUTS:
-        return scale_factor(posterior, inputs.take(slice(0, MAX_LEVEL_INPUTS)), Streamlined(), to=DefaultWay())
+        some, way = inputs.take(slice(0, MAX_LEVEL_INPUTS)), default_way(posterior.tangent)
+        return scale_factor(posterior, some, Streamlined(), to=way)
     log.warning(
         "Streamlined variances may be several times too large or too small. For the level of posterior.predict write "
         "lw.deploy(posterior, x) with at least %d inputs x, or with data=(x_train, y_train).", MIN_LEVEL_INPUTS,

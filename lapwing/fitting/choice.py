@@ -239,8 +239,7 @@ def advice_on_memory(method: Method, shape: FitShape) -> str | None:
         return None
     available, where = _available(tangent.device) if footprint.peak > tangent.memory else (tangent.memory, "")
     if footprint.peak <= available:
-        refusals = [need.refusal(tangent.memory) for need in footprint.needs]
-        return next((refusal for refusal in refusals if refusal is not None), None)
+        return next((need.refusal(tangent.memory) for need in footprint.needs if need.bytes > tangent.memory), None)
     return _too_large(method, shape, footprint.peak, available, where)
 
 

@@ -130,7 +130,7 @@ class Novelty:
 
     def _scores(self, x: Any) -> list[Tensor]:
         """Returns the K scores (B,): with a posterior the doubt, at positions the largest one, and the novelty."""
-        changed = self.stamp.changed(self.model, self.tangent.call.known.state)
+        changed = self.stamp.changed()
         if changed is not None:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."

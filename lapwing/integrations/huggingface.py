@@ -158,7 +158,7 @@ def score_tokens(posterior: lw.Posterior, batch: Mapping[str, Tensor]) -> TokenS
 
     names, memory = set(posterior.tangent.parameters), posterior.tangent.memory
     tangent = Tangent.survey(posterior.model, inputs, lambda name, _: name in names, forward, memory)
-    if tangent.blocks != posterior.tangent.blocks or posterior.stamp.changed(posterior.model):
+    if tangent.blocks != posterior.tangent.blocks or posterior.stamp.changed():
         raise LapwingError(
             "The treated weights differ from the weights of the fit, or the network uses them differently. Fit again, "
             "on batches of whole texts."

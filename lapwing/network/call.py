@@ -156,13 +156,16 @@ class Call:
         """
         with torch.enable_grad(), without_compiled():
             module, uses = self.known.find(watched, inputs) if repeats else (None, 0)
-            if module is not None:
+            state = self.known.state
+            if module is not None and state is not None:
                 recorder = Recorder(watched, spread, frozen)
-                shaped = self.shaped(inputs, recorder.since_call_of(module), self.known.state)
+                shaped = self.shaped(inputs, recorder.since_call_of(module), state.after_errors())
                 recording = recorder.recording(shaped, self.layout, inputs)
                 if len(recording.noted) == uses and recording.plain and not recording.routed:
                     return recording
-            recorder, state = Recorder(watched, spread, frozen), PreservedState(self.model)
+            if state is None or not state.is_same():
+                state = PreservedState(self.model)
+            recorder = Recorder(watched, spread, frozen)
             recording = recorder.recording(self.shaped(inputs, recorder, state), self.layout, inputs)
             if repeats:
                 self.known.add(watched, inputs, state, recording, whole=recorder.rounds or module is not None)

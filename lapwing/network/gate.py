@@ -217,14 +217,13 @@ def _dropout_rate(layer: nn.Module) -> float:
     return 0.0
 
 
-def check_constant(model: nn.Module, written: str | None) -> None:
-    """Raises if calls of the network in eval mode have written the parameter or buffer of this name."""
-    if written is not None:
-        raise LapwingError(
-            f"{type(model).__name__} writes {written} whenever it is called, also in eval mode, but a posterior "
-            "describes fixed weights. Let forward() write it only if self.training, or register it by "
-            "register_buffer(..., persistent=False) if it is a buffer that the outputs do not depend on."
-        )
+def writes_itself(model: nn.Module, written: str) -> LapwingError:
+    """Returns the error for a network whose calls in eval mode write the parameter or buffer of this name."""
+    return LapwingError(
+        f"{type(model).__name__} writes {written} whenever it is called, also in eval mode, but a posterior "
+        "describes fixed weights. Let forward() write it only if self.training, or register it by "
+        "register_buffer(..., persistent=False) if it is a buffer that the outputs do not depend on."
+    )
 
 
 def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:
@@ -235,6 +234,13 @@ def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:
     if inputs.spreads:
         raise LapwingError("lw.Uncertain inputs are not supported here. Pass their values.")
     inputs.check_finite(where)
+    if any(shared):
+        _check_shared(inputs, shared)
+    return replace(inputs, checked=True)
+
+
+def _check_shared(inputs: Inputs, shared: Sequence[bool]) -> None:
+    """Raises if a tensor that the samples of the first batch shared has as many rows as there are samples."""
     samples, now = inputs.samples, inputs.shared
     if samples > 1 and len(now) == len(shared) and any(was > still for was, still in zip(shared, now, strict=True)):
         raise LapwingError(
@@ -242,7 +248,6 @@ def check_inputs(inputs: Inputs, shared: Sequence[bool], where: str) -> Inputs:
             "it could also hold one row for each sample. Pass it in another shape, such as shared[None], or let "
             "forward=lambda model, inputs: model(inputs, shared) hold it."
         )
-    return replace(inputs, checked=True)
 
 
 def check_recording(

@@ -108,7 +108,7 @@ def probe(
         last=next((i for i, (use, _) in enumerate(pairs) if use.is_output), -1),
         shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
     )  # fmt: skip
-    if warn and not isinstance(params, LastLayer):
+    if generic and warn and not isinstance(params, LastLayer):
         warn_of_idle(call.model, generic)
     return tuple(blocks), plan, generic, outputs.shape[1]
 

@@ -11,8 +11,8 @@ memory, and after a pass with drawn weights they would change the outputs. Hooks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -37,12 +37,10 @@ VALUES = methodcaller("values")  # of dicts, and of what a scripted module has i
 class PreservedState(AbstractContextManager["PreservedState", None]):
     """Restores the attributes of all modules after a block, and the entries of attributes that are dicts or lists.
 
-    It looks no deeper. One object may serve several blocks, as long as `is_equal`.
+    It looks no deeper. One object may serve several blocks, as long as `is_same`.
     """
 
-    trusts = False  # whether blocks are known to change nothing, unless they raise an exception
-    restored = False  # whether a block changed something
-    stamp: object = None  # the `Stamp` whose layers and tensors the modules have in this state
+    restored = False  # whether the latest block changed something
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [module for _, module in modules_of(model)]
@@ -65,15 +63,27 @@ class PreservedState(AbstractContextManager["PreservedState", None]):
             return False
         return equal and not any(self._empty) and all(map(is_, members, self._tensors_and_children))
 
-    def __exit__(self, error: object, *_: object) -> None:
-        """Puts back all entries, unless all containers hold the same objects in the same order."""
+    def is_same(self) -> bool:
+        """Whether all attributes are the same objects, in the same order."""
         held = zip(self._filled, self._before, strict=True)
         pairs = ((VALUES(one), VALUES(other)) if isinstance(one, dict) else (one, other) for one, other in held)
-        if (self.trusts and error is None) or (
-            self.is_equal() and all(all(map(is_, one, other)) for one, other in pairs)
-        ):
-            return
-        self.restored = True
+        return self.is_equal() and all(all(map(is_, one, other)) for one, other in pairs)
+
+    def __exit__(self, *_: object) -> None:
+        self.restored = not self.is_same()
+        if self.restored:
+            self._put_back()
+
+    @contextmanager
+    def after_errors(self) -> Iterator[None]:
+        """Restores the attributes only after an exception, for a block that is known to change nothing otherwise."""
+        try:
+            yield
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
         for container, entries in zip(self._containers, self._former, strict=True):
             if isinstance(container, list):
                 container[:] = entries
@@ -102,44 +112,47 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **buffers}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Stamp:
     """Tensors, write counters and sampled values of a network. Integer and unsaved buffers are not compared."""
 
+    model: nn.Module = field(repr=False)
     tensors: dict[str, Tensor] = field(repr=False)  # small ones first
     marks: list[tuple[int, torch.Size]] = field(repr=False)  # write counter and shape of each tensor
     values: Tensor = field(repr=False)
-    views: tuple[list[list], list[list[Tensor]]] = field(default=([], []), init=False, repr=False, compare=False)
+    modules: PreservedState | None = field(repr=False)  # in which the network had these tensors, and no refused layer
+    views: tuple[list[list], list[list[Tensor]]] = field(default=([], []), init=False, repr=False)
 
     @classmethod
     def of(cls, model: nn.Module) -> Stamp:
-        """Makes the stamp of a network at present. Cost: time O(number of tensors)."""
-        tensors = dict(sorted(state_of(model).items(), key=lambda item: item[1].numel() > WHOLE))
-        return cls(tensors, _marks(tensors), torch.cat(_parts(tensors)).nan_to_num())
+        """Makes the stamp of a network at present. Raises if a layer is refused. Cost: time O(number of tensors)."""
+        with LOCK:
+            check_layers(model)
+            tensors = dict(sorted(state_of(model).items(), key=lambda item: item[1].numel() > WHOLE))
+            values = torch.cat(_parts(tensors)).nan_to_num()
+            return cls(model, tensors, _marks(tensors), values, PreservedState(model))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "views": ([], [])}
+        return {**self.__dict__, "modules": None, "views": ([], [])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Reads new write counters, since `copy.deepcopy` and pickle copy the network with its posterior."""
         self.__dict__.update(state, marks=_marks(state["tensors"]))
 
-    def changed(self, model: nn.Module, modules: PreservedState | None = None) -> str | None:
-        """Returns the name of a tensor that has changed, or None. Raises if a layer is refused.
+    def changed(self) -> str | None:
+        """Returns the name of a tensor of the network that has changed, or None. Raises if a layer is refused.
 
-        While the modules are equal to a known state of theirs, layers and the set of tensors are compared once.
+        Layers and the set of tensors are compared again only if an attribute of a module has changed.
         """
         mine = self.tensors
         with LOCK:
-            known = modules if modules is not None and modules.is_equal() else None
-        if known is None or known.stamp is not self:
-            check_layers(model)
-            state = state_of(model)
-            other = [name for name in (*mine, *state) if state.get(name) is not mine.get(name)]
-            if other:
-                return other[0]
-            if known is not None:
-                known.stamp = self
+            if self.modules is None or not self.modules.is_equal():
+                check_layers(self.model)
+                state = state_of(self.model)
+                other = [name for name in (*mine, *state) if state.get(name) is not mine.get(name)]
+                if other:
+                    return other[0]
+                self.modules = PreservedState(self.model)
         now = _marks(mine)
         if now != self.marks:
             return next(name for name, old, new in zip(mine, self.marks, now, strict=True) if old != new)
@@ -160,7 +173,7 @@ class Stamp:
             if transformed() or [part.data_ptr() for part in parts] != memory[0]:
                 return torch.cat(parts)  # some are copies
             small = sum(shape.numel() <= WHOLE for _, shape in self.marks)
-            object.__setattr__(self, "views", (memory, [parts[:small], parts[small:]]))
+            self.views = memory, [parts[:small], parts[small:]]
         return torch.cat([torch.cat(group) for group in self.views[1] if group])  # contiguous ones join fast
 
 

@@ -124,9 +124,7 @@ class Recorder(EagerMode):
         args = tuple([constant.get(id(arg), arg) for arg in args])
         kwargs = {key: constant.get(id(arg), arg) for key, arg in kwargs.items()} if kwargs else kwargs
         out = function(*args, **kwargs)
-        one_row = use.inputs.ndim > 1 and use.inputs.shape[0] == 1
-        matrix = use.matrix() if one_row and self._spread > 1 else None
-        spread = matrix is not None and matrix.one_hot
+        spread = use.one_hot and self._spread > 1 and use.inputs.ndim > 1 and use.inputs.shape[0] == 1
         if spread:
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
@@ -236,12 +234,12 @@ class KnownCalls:
 
         With `whole`, its recordings may never begin at a module.
         """
-        form, current = inputs.form, self.state is not None and self.state.is_equal()
+        form = inputs.form
         call = *watched, form
         if form is None or recording.chosen or not recording.plain or state.restored:
             return
-        if not current:
-            self.state, self.calls, state.trusts = state, {}, True
+        if state is not self.state:
+            self.state, self.calls = state, {}
         if call in self.calls and not whole:
             return
         ids = {*map(id, watched.values())}

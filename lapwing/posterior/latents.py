@@ -17,9 +17,9 @@ from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
 from ..prediction import Uncertain, Way
-from ..prediction.linearized import DEFAULT_WAY
+from ..prediction.linearized import default_way
 from ..prediction.uncertain import prepared
-from ..prediction.way import check_way
+from ..prediction.way import checked_way
 from ..tangent import Tangent
 from ..tangent.features import features_at
 from ..tangent.retry import retried
@@ -36,9 +36,8 @@ def latents_of(
     The features are None if the layer is None. The list has one entry, or one for each batch of a loader if the batches
     have different numbers of positions.
     """
-    via = DEFAULT_WAY if via is None else via
-    check_way(via)
     tangent = posterior.tangent
+    via = default_way(tangent) if via is None else checked_way(via)
     x = as_inputs(x, tangent.model, posterior.columns)
 
     def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
@@ -103,7 +102,8 @@ def _inputs_of(batch: Any, tangent: Tangent) -> Any:
 @outside_modes
 def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
     """Returns the latent distribution of the outputs for one batch, which need not be finite."""
-    if joint and tangent.positions.several:
+    several = tangent.positions.several
+    if joint and several:
         raise LapwingError(
             "The outputs have positions, and a joint latent of all positions is not supported. Leave out joint=True: "
             "the latent has a covariance for each position."
@@ -111,7 +111,6 @@ def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: 
     inputs = prepared(inputs, tangent.device)
     with torch.set_grad_enabled(inputs.wants_gradient):
         latent = retried(tangent, lambda: via.latent(tangent, covariance, inputs, joint))
-    several = tangent.positions.several
     if not (has_positions(latent) if several else latent.mean.shape[1] == via.width(tangent.outputs)):
         raise _other_outputs(tangent, inputs, via, latent)
     return latent

@@ -323,8 +323,9 @@ class Posterior(Displayed, Generic[P]):
 
         Cost: the cost of the way plus the cost of the link.
         """
-        rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator, type(None))
-        check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
+        if generator is not None:
+            rule = instance_of("a torch.Generator, or None for seed 0", torch.Generator)
+            check_argument("posterior.predict", "generator", generator, rule, "torch.Generator().manual_seed(0)")
         self._check_network()
         likelihood, way = self.likelihood, self.aim.via if self.aim is not None and via is None else via
         parts = latents_of(self, x, way, False, progress, likelihood.features_read)
@@ -640,11 +641,10 @@ class Posterior(Displayed, Generic[P]):
         save(self, path)
 
     def _check_network(self) -> None:
-        call = self.tangent.call
-        changed = self.stamp.changed(call.model, call.known.state)
+        changed = self.stamp.changed()
         if changed is not None:
             raise LapwingError(
-                f"{changed} of {type(call.model).__name__} was written, replaced or added after the fit. Fit "
+                f"{changed} of {type(self.model).__name__} was written, replaced or added after the fit. Fit "
                 "again, or load the weights of the fit into the model and use lw.load(path, model)."
             )
 

@@ -7,11 +7,11 @@ the default way. `streamlined` is a wing: only `lapwing/__init__` imports it.
 from __future__ import annotations
 
 from .aim import Aim
-from .linearized import DefaultWay, Linearized
+from .linearized import Linearized, default_way
 from .montecarlo import MonteCarlo
 from .propagation import propagate
 from .quantities import Quantity
 from .uncertain import Uncertain
 from .way import Scaled, Way
 
-__all__ = ["Aim", "DefaultWay", "Linearized", "MonteCarlo", "Quantity", "Scaled", "Uncertain", "Way", "propagate"]
+__all__ = ["Aim", "Linearized", "MonteCarlo", "Quantity", "Scaled", "Uncertain", "Way", "default_way", "propagate"]

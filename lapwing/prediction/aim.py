@@ -10,7 +10,7 @@ from typing import Any
 from ..covariance import AnyLatent
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, Link
-from .linearized import EXACT, DefaultWay
+from .linearized import EXACT
 from .way import Way
 
 log = logging.getLogger("lapwing")
@@ -40,7 +40,7 @@ class Aim:
 
         If the network is `linear` in its treated weights, all ways without draws give the same variances.
         """
-        mine, other = self.via or DefaultWay(), via or self.via or DefaultWay()
+        mine, other = self.via or EXACT, via or self.via or EXACT
         if not (linear and latent.draws is None) and other.tuned_as != mine.tuned_as:
             if other.tuned_as is not None:
                 _warn("via", via, likelihood)

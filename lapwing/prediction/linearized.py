@@ -92,28 +92,54 @@ class Linearized(Way):
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the latent Gaussian, with covariances (B, C, B, C) if joint."""
-        if tangent.positions.several and inputs.spreads:
+        if tangent.positions.several:
+            return self._of_positions(tangent, covariance, inputs)
+        if self.draws is not None:
+            return self._of_draws(tangent, covariance, inputs, joint)
+        selection = None if self.outputs is None else self._selection(tangent.outputs, joint)
+        if inputs.spreads:
+            return _of_uncertain(tangent, covariance, inputs, joint, selection)
+        return _of_weights(tangent, covariance, tangent.check(inputs), joint, selection)
+
+    def _of_positions(
+        self, tangent: Tangent, covariance: Covariance, inputs: Inputs
+    ) -> LinearDraws | LatentAtPositions:
+        """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
+
+        It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
+        """
+        if inputs.spreads:
             raise LapwingError(
                 "The outputs have positions, and this way has no uncertain inputs. Pass via=lw.MonteCarlo(draws=50)."
             )
         if self.draws is not None:
-            return self._of_draws(tangent, covariance, inputs, joint)
-        if tangent.positions.several:
-            if self.outputs is not None:
-                raise LapwingError(
-                    f"{self} cannot select outputs at positions. Pass via=lw.Linearized(), or draws=64 for very many."
-                )
-            return _at_positions(tangent, covariance, tangent.check(inputs))
-        selection = None if self.outputs is None else Selection(self.outputs, tangent.outputs)
-        if selection is not None and selection.listed is None and joint:
+            return self._of_draws(tangent, covariance, inputs, False)
+        if self.outputs is not None:
+            raise LapwingError(
+                f"{self} cannot select outputs at positions. Pass via=lw.Linearized(), or draws=64 for very many."
+            )
+        parts: list[tuple[slice, Latent]] = []
+        sizes: tuple[int, ...] = ()
+        scratch = tangent.outputs * covariance.scratch_per_row
+        for rows, record in tangent.records(inputs, None, covariance.record_dtype, Reading(scratch)):
+            parts.append((rows, _latent(covariance, record)))
+            sizes = record.sizes
+        latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
+        if any(rows.step is not None for rows, _ in parts):
+            order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
+            latent = latent.taken(order.argsort().to(latent.mean.device))
+        return LatentAtPositions(latent, tangent.positions.places(inputs.samples, sizes))
+
+    def _selection(self, outputs: int, joint: bool) -> Selection:
+        """Returns which of C outputs the latent has."""
+        assert self.outputs is not None
+        selection = Selection(self.outputs, outputs)
+        if selection.listed is None and joint:
             raise LapwingError(
                 f"{self} selects other outputs for each input, which have no joint covariance of use. List the "
                 "outputs: write via=lw.Linearized(outputs=[0, 3])."
             )
-        checked = tangent.check(inputs.certain)
-        if not inputs.spreads:
-            return _of_weights(tangent, covariance, checked, joint, selection)
-        return _of_uncertain(tangent, covariance, inputs, checked, joint, selection)
+        return selection
 
     def width(self, outputs: int) -> int:
         return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
@@ -140,26 +166,28 @@ DEFAULT_DRAWS = 64
 
 
 @dataclass(frozen=True)
-class DefaultWay(Way):
-    """`Linearized()`, or with `draws=64` for more than 1 000 outputs (of all positions) behind more than a last layer.
-
-    Uncertain inputs, and networks that do not support draws, always get the exact covariance.
-    """
+class ForManyOutputs(Way):
+    """`Linearized(draws=64)`, or `Linearized()` for uncertain inputs and for networks that do not support draws."""
 
     tuned_as = "Linearized"
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
-        """Returns the latent Gaussian, exact or from draws."""
-        outputs = tangent.width
-        if outputs > MANY_OUTPUTS and not tangent.treats_output_alone and not inputs.spreads:
+        """Returns the latent Gaussian, from draws or exact."""
+        if not inputs.spreads:
             latent = latent_of_draws(tangent, covariance, inputs, DEFAULT_DRAWS, 0, joint)
             if latent is not None:
-                _log_draws(outputs, not tangent.positions.several)
+                _log_draws(tangent.width, not tangent.positions.several)
                 return latent
         return EXACT.latent(tangent, covariance, inputs, joint)
 
 
-EXACT, DEFAULT_WAY = Linearized(), DefaultWay()
+EXACT, FOR_MANY_OUTPUTS = Linearized(), ForManyOutputs()
+
+
+def default_way(tangent: Tangent) -> Way:
+    """Returns `Linearized()`, unless more than 1 000 outputs (of all positions) depend on more than a last layer."""
+    exact = tangent.width <= MANY_OUTPUTS or tangent.treats_output_alone
+    return EXACT if exact else FOR_MANY_OUTPUTS
 
 
 @cache
@@ -225,9 +253,10 @@ def _of_weights(
 
 
 def _of_uncertain(
-    tangent: Tangent, covariance: Covariance, inputs: Inputs, checked: Inputs, joint: bool, selection: Selection | None
+    tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool, selection: Selection | None
 ) -> AnyLatent:
     """Returns the latent of uncertain inputs: `J Σ Jᵀ` at their means, plus the spread that they carry."""
+    checked = tangent.check(inputs.certain)
     mean, added = carried(tangent, inputs, checked.wants_gradient)
     check_outputs(mean, "these inputs")
     if not tangent.blocks:
@@ -237,24 +266,6 @@ def _of_uncertain(
     if selection is not None:  # the outputs of the recorded pass, which may break ties differently
         added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
     return latent.plus(added)
-
-
-def _at_positions(tangent: Tangent, covariance: Covariance, checked: Inputs) -> LatentAtPositions:
-    """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
-
-    It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
-    """
-    parts: list[tuple[slice, Latent]] = []
-    sizes: tuple[int, ...] = ()
-    scratch = tangent.outputs * covariance.scratch_per_row
-    for rows, record in tangent.records(checked, None, covariance.record_dtype, Reading(scratch)):
-        parts.append((rows, _latent(covariance, record)))
-        sizes = record.sizes
-    latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
-    if any(rows.step is not None for rows, _ in parts):
-        order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
-        latent = latent.taken(order.argsort().to(latent.mean.device))
-    return LatentAtPositions(latent, tangent.positions.places(checked.samples, sizes))
 
 
 def _latent(covariance: Covariance, record: Record) -> Latent:

@@ -17,7 +17,7 @@ from ..network.recording_plan import RecordingPlan
 from ..tangent import Tangent
 from .linearized import Linearized
 from .uncertain import prepared
-from .way import Way, check_way
+from .way import Way, checked_way
 
 
 def untreated(model: nn.Module, forward: Forward | None, memory: int | None) -> tuple[Tangent, Covariance]:
@@ -73,7 +73,7 @@ def propagate(
 
 def certain_latent(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way) -> AnyLatent:
     """Returns the latent of `propagate` for a checked network."""
-    check_way(via)
+    checked_way(via)
     inputs = prepared(inputs, tangent.device)
     if not inputs.spreads:
         raise LapwingError(f"None of the inputs {inputs} is uncertain. Write lw.Uncertain(x, variance) instead of x.")

@@ -45,13 +45,14 @@ class Way(Options, ABC):
         return type(self).__name__
 
 
-def check_way(via: Any) -> None:
-    """Raises unless this is a way."""
+def checked_way(via: Any) -> Way:
+    """Returns a way. Raises if it is something else."""
     if not isinstance(via, Way):
         raise LapwingError(
             f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
             "lw.Streamlined()."
         )
+    return via
 
 
 @dataclass(frozen=True)

@@ -207,14 +207,7 @@ class Record(Mapping[str, BlockJacobian]):
     def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index."""
         if block.is_generic:
-            names = [name for b in group.blocks if b.is_generic for name in b.parameters]
-            values = {name: self.tangent.parameters[name] for name in names}
-            dtype = next(iter(values.values())).dtype
-            assert self._inputs is not None  # a layer that gives the outputs has a family
-            with torch.set_grad_enabled(self._differentiable):
-                sent = self._explicit_cotangents(cut).mT.to(self.outputs.device, dtype)
-                rows = per_sample_rows(self.tangent.call_with, values, self._inputs, sent)
-            return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
+            return self._generic_rows([name for b in group.blocks if b.is_generic for name in b.parameters], cut)
         u = self._u if cut is None else self._explicit_cotangents(cut)
         wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
         whole = cut is None and len(self._groups) == 1
@@ -226,6 +219,15 @@ class Record(Mapping[str, BlockJacobian]):
         if whole and not self._differentiable:
             self.graph = None
         return dict(zip(wanted, gradients, strict=True))
+
+    def _generic_rows(self, names: Sequence[str], cut: slice | None) -> dict[Any, Tensor | None]:
+        values = {name: self.tangent.parameters[name] for name in names}
+        dtype = next(iter(values.values())).dtype
+        assert self._inputs is not None  # a layer that gives the outputs has a family
+        with torch.set_grad_enabled(self._differentiable):
+            sent = self._explicit_cotangents(cut).mT.to(self.outputs.device, dtype)
+            rows = per_sample_rows(self.tangent.call_with, values, self._inputs, sent)
+        return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
 
     def _explicit_cotangents(self, cut: slice | None) -> Tensor:
         """Returns u (B, C, r), or the identity if the cotangents are the outputs."""

@@ -53,10 +53,8 @@ class MemoryNeed:
     what: str  # the tensors, such as "their Gram matrix"
     instead: str  # advice to the user, such as "ask for fewer rows"
 
-    def refusal(self, memory: int) -> str | None:
-        """Returns the message of an error, or None if the tensors fit."""
-        if self.bytes <= memory:
-            return None
+    def refusal(self, memory: int) -> str:
+        """Returns the message of an error, if the tensors exceed this memory budget."""
         return (
             f"{self.method} needs {self.bytes / 2**20:,.0f} MiB for {self.what}, and the memory budget is "
             f"{memory / 2**20:,.0f} MiB. Pass memory={2 ** (self.bytes - 1).bit_length()} to lw.fit if the machine "

@@ -26,7 +26,7 @@ from ..network.call import Call
 from ..network.call_errors import OutputsWithPositions
 from ..network.eager import native, own_parameters, parameters_of, without_compiled
 from ..network.entry import outside_modes
-from ..network.gate import check_constant, check_inputs, check_recording, checked_memory, checked_network
+from ..network.gate import check_inputs, check_recording, checked_memory, checked_network, writes_itself
 from ..network.positions import Places, Positions
 from ..network.probe import probe
 from ..network.recording_plan import Coverage, Covered, RecordingPlan, Uses
@@ -90,7 +90,8 @@ class Tangent:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else None
             call = replace(call, layout=Positions.of(error.shape, shape))
             surveyed = probe(call, parameters, inputs, params, memory // 16, warn)
-        check_constant(network, before.changed(network))
+        if (written := before.changed()) is not None:
+            raise writes_itself(network, written)
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
@@ -316,20 +317,19 @@ class Tangent:
             batches.check_rows(torch.cat(nonfinite), "these inputs")
 
     def recorded(
-        self, inputs: Any, cotangents: Cotangents, dtype: torch.dtype, nonfinite: list[Tensor] | None = None
+        self, inputs: Inputs, cotangents: Cotangents, dtype: torch.dtype, nonfinite: list[Tensor] | None = None
     ) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or of each sample if a layer has the samples on another axis than before."""
-        checked = self.check(inputs)
         try:
-            record = self.record(checked, cotangents, dtype, nonfinite)
+            record = self.record(inputs, cotangents, dtype, nonfinite)
         except SampleAxisMoved as error:
             self.sample_axis.warn_once(error)
         else:
-            yield slice(0, checked.samples), record
+            yield slice(0, inputs.samples), record
             return
-        for n in range(checked.samples):
+        for n in range(inputs.samples):
             part = slice(n, n + 1)
-            yield part, self.record(checked.take(part), cotangents.take(part), dtype)
+            yield part, self.record(inputs.take(part), cotangents.take(part), dtype)
 
     def chunk_length(
         self, columns: int | None = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
@@ -340,9 +340,8 @@ class Tangent:
 
     def require(self, need: MemoryNeed) -> None:
         """Raises if the tensors of a need exceed the memory budget."""
-        refusal = need.refusal(self.memory)
-        if refusal is not None:
-            raise LapwingError(refusal)
+        if need.bytes > self.memory:
+            raise LapwingError(need.refusal(self.memory))
 
     def _warn_of_memory(self) -> None:
         """Warns if one output at one position exceeds the budget. Logs if a whole sample exceeds it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from .search import crossing, evenly
 
 log = logging.getLogger("lapwing")
 
+MIN_COST = 0.005  # nats per training sample that the spread may cost in any case
 CERTAIN_NLL = 0.05  # nats per training sample below which the training labels show little about the calibration
 
 
@@ -26,14 +28,16 @@ CERTAIN_NLL = 0.05  # nats per training sample below which the training labels s
 class BoundedEvidence(Tuning):
     """Prior precision and noise variance without held-out data: the default tuning, except where `Refit` is.
 
-    Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= nats})`.
+    Classification: `δ = max(δ_evidence, min{δ : mean_n [log p(y_n|f_n) - log p(y_n|N(f_n, J_n Σ_δ J_nᵀ))] <= b})`.
     If a classifier is certain of its training labels, its loss is nearly flat there, and the evidence (of `Evidence`,
-    with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most `nats` per
-    sample.
+    with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most b per sample.
 
-    One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with the bound
-    `max(nats, γ/(2N))`, for γ the effective dimension `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, and N samples, or
-    positions of all samples. The spread costs no more than γ/(2N) where the curvature is right, by Jensen's inequality.
+    b is the cost of a right spread in a linear regression with as many effective dimensions,
+    `b = K/2 [log(1+h) - h(1-h)/(1+h)]`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N samples,
+    or positions of all samples, and K outputs, or C - 1 logits of a softmax. It is at least 0.005.
+
+    One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
+    Jensen's inequality a right spread costs no more.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
@@ -47,7 +51,8 @@ class BoundedEvidence(Tuning):
     `MeanField`): then σ² makes the width. If the user gave σ², the evidence chooses the prior precision.
 
     Args:
-        nats: maximum cost of the spread of classes, in nats per training sample, with the default link.
+        nats: the bound b on the cost of the spread, in nats per training sample, with the default link. None means the
+            b above.
         samples: maximum number of training samples that are read, in batches spread evenly over the loader, which
             should not be sorted; four times as many for a regression. A position of a classifier is a sample; a last
             layer whose outputs have positions reads 16 times as many. At least 8 inputs are read.
@@ -73,7 +78,7 @@ class BoundedEvidence(Tuning):
     """
 
     fits_noise: ClassVar[bool] = True
-    nats: float = option(0.005, positive())
+    nats: float | None = option(None, positive())
     samples: int = option(500, at_least(1))
     decades: float = option(8.0, positive())
     points: int = option(17, at_least(3))
@@ -100,25 +105,16 @@ class BoundedEvidence(Tuning):
         return max(0 if posterior.prior.fixed else number_of_inputs(posterior, self.samples), rows_wanted(posterior))
 
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most the bound.
-
-        The bound is `nats` for classes, and `max(nats, γ/(2N))` for one yes or no and for other targets.
-        """
-        likelihood, bound = posterior.likelihood, self.nats
+        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most `nats`."""
+        likelihood = posterior.likelihood
         nll = -float(likelihood.log_likelihood(posterior.statistics)) / posterior.samples
-        classes = likelihood.classifies(posterior.tangent.outputs)
-        labels = classes or likelihood.activation is not None
+        labels = likelihood.classifies(posterior.tangent.outputs) or likelihood.activation is not None
         if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
             _warn_of_certainty(type(posterior.tangent.model).__name__, nll)
-        if not classes:
-            covariance: Any = posterior.covariance
-            dimension = covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
-            rows = posterior.scale.effective_samples * posterior.tangent.positions.count
-            bound = max(bound, float(dimension.sum()) / (2 * rows))
         exponents = evenly(0.0, self.decades, self.points)
         parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
-        exponent = crossing(exponents, costs, bound)
+        exponent = crossing(exponents, costs, _cost_of_right_spread(posterior) if self.nats is None else self.nats)
         if exponent == 0:
             return posterior
         raised = _raised(posterior, exponent)
@@ -134,6 +130,22 @@ class BoundedEvidence(Tuning):
                 posterior.method, chosen, costs[-1], self.decades + 4,
             )  # fmt: skip
         return raised
+
+
+def _cost_of_right_spread(posterior: Posterior) -> float:
+    """Returns what the spread may cost, in nats per training sample, at the prior precision of the evidence."""
+    covariance: Any = posterior.covariance
+    dimension = covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
+    share = float(dimension.sum()) / (posterior.scale.effective_samples * posterior.tangent.positions.count)  # γ/N
+    outputs = posterior.tangent.outputs
+    if not posterior.likelihood.classifies(outputs):
+        return max(MIN_COST, share / 2)
+    # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
+    # of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
+    # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).
+    outputs -= posterior.likelihood.activation == "softmax"
+    h = min(1.0, share / outputs)
+    return max(MIN_COST, outputs / 2 * (math.log1p(h) - h * (1 - h) / (1 + h)))
 
 
 def _warn_of_certainty(model: str, nll: float) -> None:

@@ -20,7 +20,7 @@ from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..posterior.tuned import Training, evenly_spaced_batches
 from ..prediction.aim import DEFAULT_AIM, Aim
-from ..prediction.linearized import DEFAULT_WAY
+from ..prediction.linearized import default_way
 from ..tangent.features import last_layer_of, outputs_and_features
 from .noise_shape import SHAPE_ROWS, ResidualRows, at_level, chosen
 
@@ -137,7 +137,8 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
         weights = torch.ones_like(residuals[:, 0]) if rows["weights"] is None else rows["weights"]
         variance = torch.zeros_like(residuals)
         if aim is not None:
-            latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, aim.via or DEFAULT_WAY, False)
+            via = aim.via or default_way(tangent)
+            latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, via, False)
             variance = (latent.rows if has_positions(latent) else latent).variance
         parts.append([doubled(one).cpu() for one in (features, residuals, weights, variance)])
     return ResidualRows(*map(torch.cat, zip(*parts, strict=True))) if parts else None

@@ -84,7 +84,7 @@ class DigitTask:
         loader = batched(x, y, 500)
         candidates: dict[str, nn.Module | lw.Posterior] = {
             "MAP": model,
-            "last layer": lw.fit(model, loader, lw.KFAC(), params=lw.last_layer),
+            "last layer": lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, tune=lw.BoundedEvidence(nats=0.005)),
             "last layer, δ = 1": lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, prior_precision=1.0),
             "all layers": lw.fit(model, loader, lw.KFAC(), prior_precision=18.0),
         }

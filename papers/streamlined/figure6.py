@@ -34,7 +34,7 @@ def _add(rows: Rows, seed: int) -> None:
         return products(task().model, task().laplace(lw.KFAC(), tune), task().tested[0][:1])
 
     rows.add(f"KFAC, seed {seed}", "evidence", make, lw.Evidence())
-    rows.add(f"KFAC, seed {seed}", "bounded evidence", make, lw.BoundedEvidence())
+    rows.add(f"KFAC, seed {seed}", "bounded evidence", make, lw.BoundedEvidence(nats=0.005))
 
 
 def distance_from_gaussian(values: Tensor) -> Tensor:

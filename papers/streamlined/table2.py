@@ -63,7 +63,7 @@ def _add(rows: Rows, name: str, seed: int) -> None:
     rows.add(run, "network", lambda: task().network())
     posteriors: dict[str, tuple[lw.Method, Tuning, tuple[str, ...]]] = {
         "LA, KFAC": (lw.KFAC(), lw.Evidence(), ()),
-        "LA, KFAC, bounded evidence": (lw.KFAC(), lw.BoundedEvidence(), ("streamlined", "GLM", "sampling")),
+        "LA, KFAC, bounded evidence": (lw.KFAC(), lw.BoundedEvidence(nats=0.005), ("streamlined", "GLM", "sampling")),
         "LA, diagonal": (lw.Diagonal(), lw.Evidence(), ("streamlined, diagonal", "moments", "GLM")),
     }
     for label, (method, tune, ways) in posteriors.items():

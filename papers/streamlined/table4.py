@@ -46,7 +46,7 @@ def add(rows: Rows, name: str, seed: int, parts: Sequence[str], draws: int, quic
         validated = once(
             lambda: setting().laplace(params(), lw.Validation(setting().val, tempered=False, tolerance=0.0), seed)
         )
-        evidence = once(lambda: setting().laplace(params(), lw.BoundedEvidence(), seed))
+        evidence = once(lambda: setting().laplace(params(), lw.BoundedEvidence(nats=0.005), seed))
         variational = once(lambda: setting().variational(params(), seed=seed))
         for label, way in ways.items():
             fast = lw.MonteCarlo(quick) if label == "sampling" else None

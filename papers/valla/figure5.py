@@ -154,7 +154,7 @@ def tuned_scores(
         tuning -> scores by link, and processor seconds of fit and tuning together; rotated images for the first alone.
     """
     tunings: dict[str, Tuning] = {
-        "evidence": lw.Evidence(), "bounded evidence": lw.BoundedEvidence(),
+        "evidence": lw.Evidence(), "bounded evidence": lw.BoundedEvidence(nats=0.005),
         "validation": lw.Validation(task.data.val, tempered=False, tolerance=0.0),
     }  # fmt: skip
     start = time.process_time()

@@ -104,6 +104,7 @@ def test_modules_are_compared_once_for_each_prediction(monkeypatch: pytest.Monke
 
     posterior, x = fitted(network())
     for _ in range(3):
+        posterior.model.note = 1.5  # compared anew after the first of these
         posterior.predict(x)
     made: list[nn.Module] = []
     ours = stamp.modules_of
@@ -233,6 +234,30 @@ def test_an_equal_object_in_an_attribute_is_put_back(kept: Any) -> None:
     for _ in range(3):
         posterior.predict(x)
         assert model.kept is kept
+
+
+def test_an_equal_object_that_the_user_sets_later_stays() -> None:
+    model = network()
+    model.note = torch.zeros(1)
+    posterior, x = fitted(model)
+    for _ in range(3):
+        posterior.predict(x)
+    mine = model.note = torch.zeros(1)
+    for part in (x, x[:2], x[:2]):
+        posterior.predict(part)
+        assert model.note is mine
+
+
+def test_a_fit_whose_data_switch_the_network_to_training_mode_raises() -> None:
+    class Switching(list):
+        def __iter__(self) -> Any:
+            yield from list.__iter__(self)
+            model.train()
+
+    model, x = network(), torch.randn(6, 4).double()
+    data = Switching([(x, torch.arange(6) % 3)])
+    with pytest.raises(lw.LapwingError, match="training mode"):
+        lw.fit(model, data, lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
 
 
 def test_what_a_later_call_keeps_is_put_back() -> None:
@@ -451,6 +476,10 @@ def test_a_copy_has_its_own_modules(copied: Callable[[Any], Any]) -> None:
     other = copied(posterior)
     for _ in range(4):
         other.predict(x)
+    other.model.trunk[1].train()
+    with pytest.raises(lw.LapwingError, match="training mode"):
+        other.predict(x)
+    other.model.eval()
     with torch.no_grad():
         other.model.head.weight.add_(1.0)
     posterior.predict(x)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, Normal
 from torch.nn.functional import cross_entropy
 
 import lapwing as lw
@@ -170,18 +170,48 @@ def test_two_spellings_of_one_law_get_one_prior_precision():
     assert cost(second, loader) > 0.005
 
 
-@pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian()])
-def test_a_position_counts_as_a_sample(likelihood, monkeypatch):
+@pytest.fixture
+def bounds(monkeypatch):
+    """The bounds of all fits, which keep the evidence's prior precision."""
+    found = []
+    monkeypatch.setattr(bounded_evidence, "crossing", lambda points, costs, bound: found.append(bound) or 0.0)
+    return found
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", lw.Bernoulli()], ids=str)
+def test_classes_may_cost_what_a_right_spread_costs_in_a_linear_regression(likelihood, bounds):
+    model, loader = memorised(classes=4)
+    data = [(x, y if likelihood == "categorical" else nn.functional.one_hot(y, 4).double()) for x, y in loader]
+    posterior = lw.fit(model, data, lw.Full(), likelihood=likelihood)
+    dense, delta = posterior.covariance.to_dense(), posterior.prior_precision
+    outputs = 3 if likelihood == "categorical" else 4
+    leverage = float((1 - delta * dense.diagonal()).sum()) / 40 / outputs
+    residual = torch.tensor([-1.0, 1.0], dtype=torch.float64) * (1 - leverage) ** 0.5
+    own, spread = (Normal(0.0, (1 + variance) ** 0.5).log_prob(residual).mean() for variance in (0, leverage))
+    assert bounds == [pytest.approx(float(own - spread) * outputs, rel=1e-6)]
+    assert bounds[0] > 0.01
+
+
+def test_a_bound_of_many_samples_is_a_two_hundredth_of_a_nat(bounds):
+    model, loader = memorised()
+    lw.fit(model, loader, data_size=4000)
+    lw.fit(model, loader, tune=BoundedEvidence(nats=0.1))
+    assert bounds == [0.005, 0.1]
+
+
+@pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
+def test_a_position_counts_as_a_sample(likelihood, bounds, monkeypatch):
+    monkeypatch.setattr(bounded_evidence, "MIN_COST", 0.0)
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1 + (likelihood.name == "heteroscedastic"))
-    ).double()
-    x, y, bounds = torch.randn(12, 5, 3, dtype=torch.float64), torch.rand(12, 5, 1, dtype=torch.float64).round(), []
-    monkeypatch.setattr(bounded_evidence, "crossing", lambda points, costs, bound: bounds.append(bound) or 0.0)
+    outputs = {"heteroscedastic": 2, "categorical": 3}.get(likelihood.name, 1)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
+    x, y = torch.randn(12, 5, 3, dtype=torch.float64), torch.rand(12, 5, 1, dtype=torch.float64).round()
+    if likelihood.name == "categorical":
+        y = y[..., 0].long()
     for inputs, targets in ((x, y), (x.flatten(0, 1), y.flatten(0, 1))):
         lw.fit(model.eval(), (inputs, targets), lw.Full(), params=lw.last_layer, likelihood=likelihood)
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
-    assert bounds[0] > 0.005
+    assert bounds[0] > 0
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal(), lw.ELLA(8, 30, "prior")])

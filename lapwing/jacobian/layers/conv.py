@@ -86,7 +86,7 @@ class ConvUse(Use):
 
     def matrix(self) -> Matrix:
         """Returns (G, O, I), where I is the number of channels of a group times the number of kernel pixels."""
-        return Matrix.of(self.parameters["weight"].shape, self.groups)
+        return Matrix.of(self.parameters["weight"].shape, self.groups, self.transposed)
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor] | None:
         """Yields the patches of consecutive positions of several small images, or of a part of a large image."""
@@ -167,7 +167,7 @@ class PatchUse(Use):
 
     def __init__(self, conv: ConvUse) -> None:
         super().__init__(conv.inputs, conv.parameters["weight"], conv.parameters.get("bias"))
-        self._conv = conv
+        self._conv, self.transposed = conv, conv.transposed
 
     def matrix(self) -> Matrix:
         return self._conv.matrix()
@@ -205,6 +205,8 @@ class TransposedConvUse(ConvUse):
     arguments are as in `ConvUse`.
     """
 
+    transposed = True
+
     def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, gaps: tuple[int, ...], *rest: Any) -> None:
         super().__init__(inputs, weight, bias, (1,) * len(gaps), *rest)
         self.gaps = gaps
@@ -214,10 +216,6 @@ class TransposedConvUse(ConvUse):
         assert isinstance(strip, TransposedConvUse)
         strip.gaps = (1,) * len(self.gaps)  # the images have the zeros already
         return strip
-
-    def matrix(self) -> Matrix:
-        """Returns (G, O, I), with the weight stored inputs first."""
-        return Matrix.of(self.parameters["weight"].shape, self.groups, transposed=True)
 
     def images(self) -> Tensor:
         x, space = self.inputs, self.inputs.shape[2:]

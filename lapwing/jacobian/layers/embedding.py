@@ -175,6 +175,7 @@ class EmbeddingUse(Use):
     """`out = W[tokens]`."""
 
     family = "embedding"
+    transposed = one_hot = True
 
     def __init__(self, tokens: Tensor, weight: Tensor, padding: int | None) -> None:
         super().__init__(tokens, weight)
@@ -183,7 +184,7 @@ class EmbeddingUse(Use):
 
     def matrix(self) -> Matrix:
         """Returns (O = width, I = vocabulary), stored transposed."""
-        return Matrix.of(self.parameters["weight"].shape, transposed=True, one_hot=True)
+        return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed, one_hot=self.one_hot)
 
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int

@@ -52,6 +52,7 @@ class Use(ABC):
         features: dimension of inputs and outputs that holds the features if the function is linear in inputs, weight
             and bias, else None. Mean field then draws outputs, or weights for each sample.
         normalises: whether the weights scale a normalised input. Such a layer cannot be the last layer.
+        groups, transposed, one_hot: the layout of the weight, as in `Matrix`.
         parameters: role ("weight", "bias") -> parameter tensor of the call.
         inputs: input of the layer.
         view: transposed weight, if the call got that instead of the weight.
@@ -62,6 +63,9 @@ class Use(ABC):
     is_product: ClassVar[bool] = False
     features: ClassVar[int | None] = None
     normalises: bool = False
+    groups: int = 1
+    transposed: bool = False
+    one_hot: ClassVar[bool] = False
     view: Tensor | None = None
     sample_dims: int
 
@@ -72,11 +76,8 @@ class Use(ABC):
     @property
     def kind(self) -> str:
         """The family and the layout, such as "conv, 2 groups", which must be the same in later batches."""
-        kind, matrix = self.family, self.matrix()
-        if matrix is None:
-            return kind
-        kind += ", transposed" * matrix.transposed + ", one-hot" * matrix.one_hot
-        return kind if matrix.groups == 1 else f"{kind}, {matrix.groups} groups"
+        kind = self.family + ", transposed" * self.transposed + ", one-hot" * self.one_hot
+        return kind if self.groups == 1 else f"{kind}, {self.groups} groups"
 
     def matrix(self) -> Matrix | None:
         """Returns the matrix layout of the weight, or None for a layer without one.
