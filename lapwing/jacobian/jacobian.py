@@ -249,8 +249,9 @@ class MatrixJacobian(BlockJacobian):
     ) -> int:
         """Adds `A = Σ a aᵀ` (G, I, I), or its diagonal, and `Γ = Σ g gᵀ` (G, O, O) to lower triangles, in place.
 
-        With `reduce`, a is the mean and g the sum over positions, else every position is a sample. A counts sample n
-        `weights[n]` times; g already contains the weight. Returns the number of positions.
+        With `reduce`, a is the mean and g the sum over positions, else every position is a sample. Position t of sample
+        n counts `weights[n, t]` times in A, or the mean weight of the sample if there are not as many positions; g
+        already contains the weight. Returns the number of positions.
         """
 
 
@@ -345,6 +346,13 @@ class Sliced(MatrixJacobian):
             del some  # freed before the gradients of the next slice are computed
         assert rows is not None
         return rows
+
+
+def at_positions(weights: Tensor, positions: int) -> Tensor:
+    """Returns weights (B, T) for a layer with some number of positions: their own, or the mean of each sample."""
+    if weights.shape[1] == positions:
+        return weights
+    return weights.mean(1, keepdim=True).expand(-1, positions)
 
 
 def as_matrix(jacobian: BlockJacobian) -> MatrixJacobian:

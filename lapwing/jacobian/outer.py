@@ -164,6 +164,6 @@ class Outer(MatrixJacobian):
         if outputs is not None:
             g = self.g if self.g.is_contiguous() else self.g.transpose(0, 1)  # in the order of memory
             add_squares(outputs, g.flatten(0, 1)[None])
-        a = self.a if weights is None else self.a * weights.sqrt().to(self.a)[:, None]
+        a = self.a if weights is None else self.a * weights.mean(1, keepdim=True).sqrt().to(self.a)
         add_squares(inputs, a[None])
         return self.batch

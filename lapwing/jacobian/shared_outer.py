@@ -6,7 +6,7 @@ strip of positions at a time. Weights (P,) are laid out as (G, O, I), the bias a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import isqrt
 
@@ -15,7 +15,16 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, materialised, reflect_
+from .jacobian import (
+    BlockJacobian,
+    DiagonalWeights,
+    MatrixJacobian,
+    Reads,
+    Weightings,
+    at_positions,
+    materialised,
+    reflect_,
+)
 from .strips import Strip, Strips
 
 REDUCTION = 40
@@ -292,17 +301,28 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     def add_kronecker_factors(
         self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
     ) -> int:
-        for a, g in [self._reduced()] if reduce else self.strips:
-            if weights is not None:
-                a = a * weights.sqrt().to(a)[:, None, None, None]
+        strips: Iterable[Strip] = self.strips
+        if weights is not None:
+            w = at_positions(weights, self.positions)
+            mean = w.mean(1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
+            strips = self._scaled(w / mean.sqrt() if reduce else w.sqrt())
+        for a, g in [self._reduced(strips)] if reduce else strips:
             add_squares(inputs, a.permute(2, 0, 1, 3).flatten(1, 2))  # (G, B t, I)
             for some in g.split(self.step(g[0].numel() * g.element_size(), self.batch)):
                 _add_output_squares(outputs, some)
         return self.batch * (1 if reduce else self.positions)
 
-    def _reduced(self) -> Strip:
+    def _scaled(self, factors: Tensor) -> Iterator[Strip]:
+        """Yields the strips with a times factors (B, T)."""
+        start = 0
+        for a, g in self.strips:
+            stop = start + a.shape[1]
+            yield a * factors[:, start:stop, None, None].to(a), g
+            start = stop
+
+    def _reduced(self, strips: Iterable[Strip]) -> Strip:
         """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
-        sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in self.strips]
+        sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in strips]
         return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
 
 

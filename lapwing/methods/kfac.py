@@ -173,7 +173,10 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def update(self, state: Factors, batch: Batch) -> None:
         for _, record in batch.records(self.problem.summed_root):
-            weights = None if record.weights is None else doubled(record.weights).mean(1)  # one per sample, for A
+            weights = None  # for A: (B, T) at T positions of the outputs, or (B, 1)
+            if record.weights is not None:
+                width = min(record.weights.shape[1], self.problem.tangent.outputs)
+                weights = doubled(record.weights).unflatten(1, (-1, width)).mean(2)
             counts = []
             for name, kind in self._kinds.items():
                 if kind == "diagonal":
@@ -187,7 +190,7 @@ class _FactorPass(CurvaturePass[Factors]):
             count = state.count.new_tensor(counts)
             state.count += count
             if weights is not None:
-                more = (weights.sum() / record.samples - 1) * count.to(weights.device)
+                more = (weights.mean(1).sum() / record.samples - 1) * count.to(weights.device)
                 state.excess = more if state.excess is None else state.excess + more
 
     def finish(self, state: Factors) -> Blockwise:

@@ -120,7 +120,7 @@ class Batch:
         self._outputs.append(outputs)
 
     def rows(self, shaped: Tensor | None = None) -> dict[str, Any]:
-        """Returns outputs (N, C), targets and weights of samples, or of their positions, for `DataSummary.add`.
+        """Returns outputs (N, C), targets, weights, ... of samples, or of their positions, for `DataSummary.add`.
 
         `shaped` are the outputs in their own shape, if they are known. Rows may include labels that do not count, which
         have a log probability of 0.
@@ -131,7 +131,9 @@ class Batch:
             positions = self.tangent.positions
             self._outputs, self._sizes = [positions.rows(shaped)], positions.sizes(shaped.shape)
         _, targets, weights = self.targets_of_rows(self._sizes, self._kept)
-        return {"outputs": torch.cat(self._outputs), "targets": targets, "weights": weights, "samples": self.count}
+        counted = self.counted if self._kept is None else None
+        outputs = torch.cat(self._outputs)
+        return {"outputs": outputs, "targets": targets, "weights": weights, "samples": self.count, "counted": counted}
 
 
 class SumPass(ABC, Generic[S]):

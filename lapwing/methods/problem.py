@@ -49,7 +49,7 @@ class Scale:
 
     @property
     def effective_samples(self) -> float:
-        """`N/τ`, the sum of the weights of all samples in the log likelihood."""
+        """`N/τ`, how many samples the log likelihood counts, whatever their weights."""
         return self.data_size / self.temperature
 
 

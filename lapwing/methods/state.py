@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..likelihoods import Likelihood
+from ..linalg import doubled
 
 S = TypeVar("S", bound="State")
 
@@ -78,7 +79,7 @@ class BlockSums(State):
 
 @dataclass
 class DataSummary(State):
-    """The statistics of the likelihood, summed over a part of the data."""
+    """The statistics of the likelihood, and the "weight" of the targets that count, summed over a part of the data."""
 
     samples: int = 0
     statistics: dict[str, Tensor] = field(default_factory=dict)
@@ -90,12 +91,18 @@ class DataSummary(State):
         targets: Tensor,
         weights: Tensor | None = None,
         samples: int | None = None,
+        counted: Tensor | None = None,
     ) -> None:
-        """Checks targets and adds their statistics. If rows are positions, `samples` is the number of samples."""
+        """Checks targets and adds their statistics. If rows are positions, `samples` is the number of samples.
+
+        `counted` is a mask of the rows that count; None means all of them.
+        """
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples
         more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
-        for name, value in likelihood.statistics(outputs.detach(), targets, **more).items():
+        each = doubled(outputs.new_ones(len(outputs)) if weights is None else weights)
+        sums = {"weight": (each if counted is None else each * counted.flatten().to(each.device)).sum()}
+        for name, value in (likelihood.statistics(outputs.detach(), targets, **more) | sums).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
 

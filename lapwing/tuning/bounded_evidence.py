@@ -33,8 +33,8 @@ class BoundedEvidence(Tuning):
     with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most b per sample.
 
     b is the cost of a right spread in a linear regression with as many effective dimensions,
-    `b = K/2 [log(1+h) - h(1-h)/(1+h)]`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N samples,
-    or positions of all samples, and K outputs, or C - 1 logits of a softmax. It is at least 0.005.
+    `b = K/2 [log(1+h) - h(1-h)/(1+h)]`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N samples
+    or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. It is at least 0.005.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
     Jensen's inequality a right spread costs no more.
@@ -105,16 +105,14 @@ class BoundedEvidence(Tuning):
         return max(0 if posterior.prior.fixed else number_of_inputs(posterior, self.samples), rows_wanted(posterior))
 
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most `nats`."""
-        likelihood = posterior.likelihood
-        nll = -float(likelihood.log_likelihood(posterior.statistics)) / posterior.samples
-        labels = likelihood.classifies(posterior.tangent.outputs) or likelihood.activation is not None
-        if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
-            _warn_of_certainty(type(posterior.tangent.model).__name__, nll)
+        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most b."""
         exponents = evenly(0.0, self.decades, self.points)
         parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
-        exponent = crossing(exponents, costs, _cost_of_right_spread(posterior) if self.nats is None else self.nats)
+        rows = max(1.0, float(posterior.statistics["weight"]))
+        _warn_of_certainty(posterior, rows)
+        bound = _cost_of_right_spread(posterior, rows) if self.nats is None else self.nats
+        exponent = crossing(exponents, costs, bound)
         if exponent == 0:
             return posterior
         raised = _raised(posterior, exponent)
@@ -132,12 +130,12 @@ class BoundedEvidence(Tuning):
         return raised
 
 
-def _cost_of_right_spread(posterior: Posterior) -> float:
-    """Returns what the spread may cost, in nats per training sample, at the prior precision of the evidence."""
+def _cost_of_right_spread(posterior: Posterior, rows: float) -> float:
+    """Returns the bound b for training rows, which are samples or positions that count, by their weights."""
     covariance: Any = posterior.covariance
+    rows *= posterior.data_factor / posterior.temperature  # N
     dimension = covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
-    share = float(dimension.sum()) / (posterior.scale.effective_samples * posterior.tangent.positions.count)  # γ/N
-    outputs = posterior.tangent.outputs
+    share, outputs = float(dimension.sum()) / rows, posterior.tangent.outputs  # γ/N, C
     if not posterior.likelihood.classifies(outputs):
         return max(MIN_COST, share / 2)
     # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
@@ -148,12 +146,17 @@ def _cost_of_right_spread(posterior: Posterior) -> float:
     return max(MIN_COST, outputs / 2 * (math.log1p(h) - h * (1 - h) / (1 + h)))
 
 
-def _warn_of_certainty(model: str, nll: float) -> None:
-    log.warning(
-        "%s is almost sure of its training labels, whose NLL is %.2g per sample: they show little of how calibrated it "
-        "is. For calibrated probabilities hold data out, and write lw.fit(model, loader, validation=held_out).",
-        model, nll,
-    )  # fmt: skip
+def _warn_of_certainty(posterior: Posterior, rows: float) -> None:
+    """Warns if the NLL of training labels is small."""
+    likelihood, model = posterior.likelihood, posterior.tangent.model
+    labels = likelihood.classifies(posterior.tangent.outputs) or likelihood.activation is not None
+    nll = -float(likelihood.log_likelihood(posterior.statistics)) / rows
+    if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
+        log.warning(
+            "%s is almost sure of its training labels, whose NLL is %.2g per sample: they show little of how "
+            "calibrated it is. For calibrated probabilities hold data out, and write "
+            "lw.fit(model, loader, validation=held_out).", type(model).__name__, nll,
+        )  # fmt: skip
 
 
 def number_of_inputs(posterior: Posterior, samples: int) -> int:

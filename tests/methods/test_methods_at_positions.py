@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.inputs import Inputs
@@ -25,6 +25,32 @@ from tests.conformance import close
 from tests.fitting.test_positions import CLASSES, F64, case, dense, jacobian, rows
 
 TREATED = (lw.last_layer, lw.everything)
+
+
+# --- Kronecker factors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.KFAC(weight_sharing="reduce")], ids=str)
+@pytest.mark.parametrize("layers", ["tokens", "pixels"])
+def test_padding_whose_labels_do_not_count_changes_nothing(method, layers):
+    """The factors of the layers' inputs hold only positions that count, by their weights."""
+    torch.manual_seed(0)
+    w = torch.rand(6, dtype=F64) + 0.5
+    if layers == "tokens":
+        x, y, padding = torch.randint(9, (6, 3)), torch.randint(3, (6, 3)), torch.full((6, 4), 9)
+        model = nn.Sequential(nn.Embedding(10, 5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    else:
+        x, y, padding = (
+            torch.randn(6, 2, 3, 2, dtype=F64),
+            torch.randint(3, (6, 3, 2)),
+            torch.ones(6, 2, 4, 2, dtype=F64),
+        )
+        model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+    model = model.double().eval()
+    longer = torch.cat([x, padding], 1 if x.ndim == 2 else 2), torch.cat([y, y.new_full((6, 4, *y.shape[2:]), -100)], 1)
+    options = {"params": lw.everything, "prior_precision": 1.0, "sample_weights": True}
+    alone, padded = (lw.fit(model, [(*data, w)], method, **options) for data in ((x, y), longer))
+    close(padded.latent(x).rows.variance, alone.latent(x).rows.variance, 1e-9)
 
 
 # --- VaLLA -----------------------------------------------------------------------------------------------------------

@@ -199,6 +199,27 @@ def test_a_bound_of_many_samples_is_a_two_hundredth_of_a_nat(bounds):
     assert bounds == [0.005, 0.1]
 
 
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC()], ids=str)
+def test_rows_that_do_not_count_do_not_change_the_bound(method):
+    model, loader = memorised()
+    x, y = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    once, none = torch.ones(40, dtype=torch.float64), torch.zeros(60, dtype=torch.float64)
+    more, labels = torch.randn(60, 4, dtype=torch.float64), torch.zeros(60, dtype=torch.long)
+
+    def precision(*data, **options):
+        return lw.fit(model, [data], method, params=lw.everything, **options).prior_precision
+
+    few = precision(x, y)
+    assert few > 2 * precision(x, y, tune=lw.Evidence())
+    x, y = torch.cat([x, more]), torch.cat([y, labels])
+    assert precision(x, y, torch.cat([once, none]), sample_weights=True) == pytest.approx(few, rel=1e-6)
+    y[40:] = -100
+    assert precision(x, y) == pytest.approx(few, rel=1e-6)
+    x, y = x[:40], y[:40]
+    copies = precision(x.repeat(3, 1), y.repeat(3))
+    assert precision(x, y, 3 * once, sample_weights=True) == pytest.approx(copies, rel=1e-6)
+
+
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
 def test_a_position_counts_as_a_sample(likelihood, bounds, monkeypatch):
     monkeypatch.setattr(bounded_evidence, "MIN_COST", 0.0)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
+from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, at_positions, reflect_
 from .use import BatchAxis, Use, Watched, aten, by_name, register_reader
 
 
@@ -112,7 +112,7 @@ class OneHot(MatrixJacobian):
         """Adds the counts (1, V), the diagonal of A, and Γ (1, O, O). Ignores `reduce`, which would fill A."""
         tokens, g = self.unmerged
         g = g.transpose(0, 1).flatten(0, 2)  # (R B T, O): cotangents come first in memory
-        times = None if weights is None else weights.to(inputs).repeat_interleave(tokens.shape[1])
+        times = None if weights is None else at_positions(weights.to(inputs), tokens.shape[1]).flatten()
         inputs += torch.bincount(tokens.flatten(), times, minlength=self.vocabulary)
         outputs += g.T @ g
         return tokens.numel()
