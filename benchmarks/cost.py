@@ -91,7 +91,7 @@ def by_hand(model: nn.Module, x: Tensor, posterior: lw.Posterior) -> Callable[[]
 
 
 def predictions(model: nn.Module, x: Tensor, rounds: int, batches: int = 1) -> dict[str, Any]:
-    """Returns the cost of exact latent variances and covariances for Diagonal and KFAC, fitted on so many batches.
+    """Returns the cost of exact latent variances and covariances for Diagonal and KFAC, fitted on some batches.
 
     An MLP's covariances also come by hand.
     """

@@ -214,7 +214,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parts(rounds: int = 20) -> dict[str, Callable[[], Any]]:
-    """Returns networks of each table, so many rounds of them."""
+    """Returns networks of each table, `rounds` of them."""
     return {
         f"{network.table}, seed {network.seed}": partial(study, network, number // len(TABLES) + number)
         for number, network in enumerate(networks(rounds))

@@ -76,7 +76,7 @@ class Cell:
 
 
 def validation_rows(rows: int) -> int:
-    """Returns how many of so many rows validate."""
+    """Returns the number of rows that validate."""
     return max(100, round(0.15 * rows))
 
 

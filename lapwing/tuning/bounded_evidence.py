@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..covariance import has_prior
+from ..covariance import Blockwise, DiagonalBlock, has_prior
 from ..network.entry import outside_modes
 from ..options import at_least, option, positive
 from ..posterior import Posterior
@@ -34,7 +34,8 @@ class BoundedEvidence(Tuning):
 
     b is the cost of a right spread in a linear regression with as many effective dimensions,
     `b = K/2 [log(1+h) - h(1-h)/(1+h)]`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N samples
-    or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. It is at least 0.005.
+    or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. It is at least 0.005. Blocks
+    with a diagonal curvature do not count in γ, since they count more dimensions than there are.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
     Jensen's inequality a right spread costs no more.
@@ -138,6 +139,9 @@ def _cost_of_right_spread(posterior: Posterior, rows: float) -> float:
     share, outputs = float(dimension.sum()) / rows, posterior.tangent.outputs  # γ/N, C
     if not posterior.likelihood.classifies(outputs):
         return max(MIN_COST, share / 2)
+    if isinstance(covariance, Blockwise):  # a diagonal curvature counts two to three times as many dimensions as KFAC
+        kept = [covariance.structures[block.name].kind != DiagonalBlock.kind for block in covariance.blocks]
+        share = float(dimension[kept].sum()) / rows
     # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
     # of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
     # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).

@@ -152,7 +152,7 @@ def joined(part: Batches) -> Part:
 
 
 def random_rows(x: Tensor, count: int, seed: int) -> Tensor:
-    """Returns so many row numbers of x at random, without repetition."""
+    """Returns `count` different row numbers of x, at random."""
     return torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
 
 

@@ -48,8 +48,8 @@ def rotations(
         task: network and images.
         posterior: None for the network alone.
         way: through it.
-        shown: the first so many test images.
-        factor: of the covariance; None means that of the validation images.
+        shown: number of test images, the first ones.
+        factor: of the covariance; None means the factor of the validation images.
     """
     x, y = task.tested[0][:shown], task.tested[1][:shown]
     turned = torch.cat([rotate(x, angle) for angle in ANGLES])  # draws of the weights are shared

@@ -52,8 +52,10 @@ def laplace(method: lw.Method | None, params: Any = None, held_out: bool = True)
     """Returns a fit whose prior precision, and noise or temperature, come from the held-out data, or from none."""
 
     def fit(task: Task) -> lw.Posterior:
-        validation = task.val if held_out else None
-        return lw.fit(task.model, task.loader, method, params=params, validation=validation, **task.options)
+        options: dict[str, Any] = {"validation": task.val} if held_out else {}
+        if not held_out and not task.regression:
+            options["tune"] = lw.BoundedEvidence(nats=0.005)
+        return lw.fit(task.model, task.loader, method, params=params, **options, **task.options)
 
     return fit
 

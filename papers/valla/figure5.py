@@ -107,7 +107,7 @@ class ImageTask:
 
         Args:
             posterior: of this network.
-            rotated: angle -> the first so many test images, rotated.
+            rotated: angle -> the first test images, rotated.
         """
         inside, outside = latents(posterior, self.x), latents(posterior, self.data.foreign)
         turned = {angle: latents(posterior, x) for angle, x in rotated.items()}

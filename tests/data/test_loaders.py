@@ -37,7 +37,7 @@ def network(outputs: int = 3) -> nn.Module:
 
 # --- a stream without end --------------------------------------------------------------------------------------------
 class Endless:
-    """Batches without end, of which a test allows so many in all."""
+    """Batches without end, of which a test allows `most`."""
 
     def __init__(self, y: Tensor, most: int) -> None:
         self.y, self.left = y, most

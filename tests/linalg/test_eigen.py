@@ -29,7 +29,7 @@ def ranges(monkeypatch):
 
 
 def squares(rank, dtype=torch.float64):
-    """Two sums of so many squares of whole numbers, exact in any dtype, their upper triangles unset."""
+    """Two sums of `rank` squares of whole numbers, exact in any dtype, their upper triangles unset."""
     rows = torch.randint(-3, 4, (2, rank, SIZE), generator=torch.Generator().manual_seed(rank)).to(dtype)
     sums = torch.zeros(2, SIZE, SIZE, dtype=accumulation_dtype(dtype))
     sums += rows.to(sums.dtype).mT @ rows.to(sums.dtype)

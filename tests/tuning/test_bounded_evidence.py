@@ -192,11 +192,12 @@ def test_classes_may_cost_what_a_right_spread_costs_in_a_linear_regression(likel
     assert bounds[0] > 0.01
 
 
-def test_a_bound_of_many_samples_is_a_two_hundredth_of_a_nat(bounds):
+def test_a_bound_of_many_samples_or_of_a_diagonal_is_a_two_hundredth_of_a_nat(bounds):
     model, loader = memorised()
     lw.fit(model, loader, data_size=4000)
+    lw.fit(model, loader, lw.Diagonal())  # which counts too many dimensions
     lw.fit(model, loader, tune=BoundedEvidence(nats=0.1))
-    assert bounds == [0.005, 0.1]
+    assert bounds == [0.005, 0.005, 0.1]
 
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC()], ids=str)
