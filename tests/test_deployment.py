@@ -211,6 +211,21 @@ def test_compiled(name: str) -> None:
         assert_same(part, posterior, inputs(size), lw.Streamlined(), "latent", 5e-6)
 
 
+@pytest.mark.parametrize("labels", ["classes", "answers"])
+def test_scores_without_variance_in_onnx(labels: str, tmp_path: Path) -> None:
+    """Without a bias, an input of zeros has the logits 0 with variance 0."""
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(20, 4), torch.zeros(1, 4)])
+    layers = [nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)]
+    targets = x.argmax(1) % 2 if labels == "classes" else x[:, :2] > 0
+    posterior = lw.fit(nn.Sequential(*layers).eval(), [(x, targets)], prior_precision=1.0)
+    path = lw.deploy(posterior, x, outputs="scores").to_onnx(tmp_path / "network.onnx", x)
+    found = onnx_outputs(path, x)
+    assert_same(found, posterior, x, lw.Streamlined(), "scores", 1e-4)
+    assert found[-1][-1] == 0.0  # mutual information
+
+
 def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     x, layers = torch.randn(5, 4), [nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4), nn.Mish(), nn.Linear(4, 3)]

@@ -117,6 +117,11 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns a mask of the targets that count, in their shape; None if all of them count."""
         return None
 
+    def known_share(self, targets: Tensor) -> Tensor | None:
+        """Returns the share of each sample's targets that is known, (B,), if some may be missing; None means all."""
+        known = ~targets.isnan() if getattr(self, "missing", False) else None
+        return None if known is None else known.reshape(len(known), -1).to(targets.dtype).mean(1)
+
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `log p(y|f)` with all constants, (B,), without a check of the targets."""

@@ -46,7 +46,7 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     centred on the mass of the integrand, so that logarithms of tiny expectations are accurate. f is differentiable in
     mean and variance; the weights are constants.
     """
-    spread = (variance + LEAST_VARIANCE)[..., None]  # all shapes below are (..., 1), (..., 2) or (..., nodes)
+    spread = variance.clamp_min(LEAST_VARIANCE)[..., None]  # all shapes below are (..., 1), (..., 2) or (..., nodes)
     mean, std = mean[..., None], spread.sqrt()
     with torch.no_grad():
         # 1. -κ = m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
@@ -101,7 +101,7 @@ def information_at(f: Tensor, weights: Tensor, variance: Tensor) -> Tensor:
     p = torch.einsum("bck,back->bac", weights, sigmoids)
     ratio = sigmoids / p.unsqueeze(-1)
     values = torch.xlogy(ratio, ratio) - (ratio - 1.0)
-    p = p * (variance / (variance + LEAST_VARIANCE)).unsqueeze(1)
+    p = p * (variance / variance.clamp_min(LEAST_VARIANCE)).unsqueeze(1)
     return torch.einsum("bac,bac->b", p, torch.einsum("bck,back->bac", weights, values))
 
 

@@ -101,7 +101,8 @@ class DataSummary(State):
         self.samples += len(outputs) if samples is None else samples
         more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
         each = doubled(outputs.new_ones(len(outputs)) if weights is None else weights)
-        sums = {"weight": (each if counted is None else each * counted.flatten().to(each.device)).sum()}
+        share = likelihood.known_share(targets) if counted is None else counted.flatten()
+        sums = {"weight": (each if share is None else each * share.to(each)).sum()}
         for name, value in (likelihood.statistics(outputs.detach(), targets, **more) | sums).items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 

@@ -164,10 +164,10 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
+            share = likelihood.known_share(labels) if counted is None else counted
             certain = likelihood.predict(without_spread(mean), likelihood.tuning_link).log_prob(labels)
-            every = torch.ones_like(certain) if counted is None else counted.to(certain.dtype)
-            every = every if weights is None else every * weights.to(every.dtype)
-            count += float(every.sum())
+            every = torch.ones_like(certain) if weights is None else weights.to(certain)
+            count += float((every if share is None else every * share.to(every)).sum())
         costs = doubled(certain) - doubled(likelihood.predict(latent, likelihood.tuning_link).log_prob(labels))
         totals[i] += float(apply_weights(costs, every).sum())
     return (totals / max(count, torch.finfo(totals.dtype).tiny)).tolist()

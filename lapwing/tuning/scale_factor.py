@@ -15,7 +15,7 @@ from ..data import batches
 from ..data.data import Data
 from ..display import warns_once
 from ..errors import LapwingError, check_choice
-from ..likelihoods import LaplaceBridge, Link
+from ..likelihoods import LaplaceBridge, Link, apply_weights
 from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
 from ..network.entry import outside_modes
@@ -70,8 +70,8 @@ def scale_factor(
 
     Args:
         posterior: posterior of the fit.
-        loader: (inputs, targets) batches of held-out data; for the evidence, the training data or a random part; with
-            `to=`, a batch of inputs; with `of=`, batches of inputs and values.
+        loader: (inputs, targets) batches of held-out data; for the evidence, the training data or a random part, with
+            weights if the fit had them; with `to=`, a batch of inputs; with `of=`, batches of inputs and values.
         via: way to scale.
         to: way whose variances s fits, such as `Linearized()`; None fits s to targets.
         of: function of the quantity; None fits s to the outputs.
@@ -112,7 +112,10 @@ def scale_factor(
         if to is not None:
             return _as_wide(posterior, loader, via, to)
         return Scaled(via, _of_quantity(posterior, loader, of))
-    data = Data(loader, getattr(posterior, "model", None), columns=getattr(posterior, "columns", ()))
+    weighted = by == "evidence" and isinstance(posterior, Posterior) and posterior.method.sample_weights
+    data = Data(
+        loader, getattr(posterior, "model", None), sample_weights=weighted, columns=getattr(posterior, "columns", ())
+    )
     loader = data.loader
     if not isinstance(posterior, Posterior) or not hasattr(loader, "__iter__") or isinstance(loader, Tensor):
         raise LapwingError(
@@ -185,10 +188,11 @@ def _score_of(
     def score(exponent: float) -> float:
         factor, total = 10**exponent, 0.0
         rows = []  # pseudo-rows, for labels
-        for latent, targets, features in kept:
+        for latent, targets, features, weights in kept:
             scaled = latent.scaled(factor)
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
+                values = values if weights is None else apply_weights(values, weights.to(values))
             else:
                 prediction = likelihood.predicted(scaled, link, None, features)
                 values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)
@@ -203,22 +207,23 @@ def _score_of(
 
 def _latents(
     posterior: Posterior, loader: Iterable[Any], via: Way, link: Link | None, expected: bool
-) -> tuple[list[tuple[Any, Tensor, Tensor | None]], int]:
-    """Returns the latents, the targets and the features of the noise of a loader, and its number of inputs.
+) -> tuple[list[tuple[Any, Tensor, Tensor | None, Tensor | None]], int]:
+    """Returns latents, targets, features of the noise and sample weights of a loader, and its number of inputs.
 
     Expectations need all moments, with positions as rows; otherwise latents keep the moments that the link reads.
     """
-    kept: list[tuple[Any, Tensor, Tensor | None]] = []
+    kept: list[tuple[Any, Tensor, Tensor | None, Tensor | None]] = []
     count, any_known = 0, False
     tangent, layer = posterior.tangent, None if expected else posterior.likelihood.features_read
     for samples in loader:
         samples = samples.to(tangent.device)
-        targets = samples.targets
+        targets, weights = samples.targets, samples.weights
         features = None if layer is None else features_at(tangent, layer, tangent.check(samples.inputs))
         latent: Any = posterior.latent(samples.inputs, via)
         count += len(latent.mean)
         rows = latent.rows if has_positions(latent) else latent
         if expected and has_positions(latent):
+            weights = None if weights is None else weights.repeat_interleave(latent.places.count)
             latent, targets = rows, latent.places.targets(targets, rows.mean.shape[-1])
         if is_selected(latent):
             raise LapwingError(
@@ -234,7 +239,7 @@ def _latents(
                 "factor is best. Write link=lw.Probit()."
             )
         latent = latent.compact(expected or posterior.likelihood.reads_covariance(chosen))
-        kept.append((latent, targets.to(latent.mean.device), features))
+        kept.append((latent, targets.to(latent.mean.device), features, weights))
         any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
     if not any_known:
         raise no_targets_error("held-out targets")

@@ -221,6 +221,23 @@ def test_rows_that_do_not_count_do_not_change_the_bound(method):
     assert precision(x, y, 3 * once, sample_weights=True) == pytest.approx(copies, rel=1e-6)
 
 
+def test_missing_answers_do_not_change_the_bound():
+    """Three answers in three rows count as much as in one."""
+    model, loader = memorised(classes=3)
+    x, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    y, law = nn.functional.one_hot(labels, 3).double(), lw.Bernoulli(missing=True)
+    more = torch.randn(60, 4, dtype=torch.float64), torch.full((60, 3), torch.nan, dtype=torch.float64)
+    apart = torch.where(torch.eye(3, dtype=torch.bool), y[:, None], torch.nan).flatten(0, 1)
+    data = [(x, y), (torch.cat([x, more[0]]), torch.cat([y, more[1]])), (x.repeat_interleave(3, 0), apart)]
+
+    def precision(data, **options):
+        return lw.fit(model, data, lw.Full(), params=lw.everything, likelihood=law, **options).prior_precision
+
+    few = precision(data[0])
+    assert few > 2 * precision(data[0], tune=lw.Evidence())
+    assert [precision(one) for one in data[1:]] == pytest.approx([few, few], rel=1e-6)
+
+
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
 def test_a_position_counts_as_a_sample(likelihood, bounds, monkeypatch):
     monkeypatch.setattr(bounded_evidence, "MIN_COST", 0.0)

@@ -186,6 +186,16 @@ def test_the_bound_of_a_linearised_gaussian_has_a_closed_form(method, prior, tem
         assert abs(found - 1) > 1e-3
 
 
+def test_the_bound_counts_sample_weights():
+    """For exact curvature the factor is 1, whatever the weights."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    data = [(x, y, torch.arange(40.0, dtype=torch.float64) % 4)]
+    model, likelihood = torch.nn.Linear(3, 2).double().eval(), lw.Gaussian(0.5)
+    posterior = lw.fit(model, data, lw.Full(), likelihood=likelihood, prior_precision=1.0, sample_weights=True)
+    assert lw.scale_factor(posterior, data, by="evidence").factor == pytest.approx(1.0, rel=1e-6)
+
+
 def test_the_bound_of_labels_equals_a_naive_one():
     """Over draws of weights' outputs: E[log p] by a fixed grid for two classes, KL by torch.distributions."""
     model, loader, _ = classification(classes=2)
