@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import ceil
 from numbers import Real
 from typing import Any
 
@@ -20,7 +21,7 @@ from .batches import is_array
 from .inputs import Inputs
 
 BATCH = 100
-"""Number of samples per batch if lapwing cuts the data. Batches that exceed the memory budget are cut again."""
+"""Most samples per batch if lapwing cuts the data. Batches that exceed the memory budget are cut again."""
 
 
 Columns = tuple[tuple[str, ...], ...]
@@ -49,8 +50,8 @@ def as_loader(data: Any, network: Any, columns: Columns = ()) -> Any:
     if _is_map_style(data):
         if not len(data):
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
-        generator = torch.Generator()  # a loader without one draws from the user's
-        return DataLoader(data, BATCH, collate_fn=partial(_collated, dtype=_dtype(network)), generator=generator)
+        generator, length = torch.Generator(), _even_length(len(data))  # a loader without one draws from the user's
+        return DataLoader(data, length, collate_fn=partial(_collated, dtype=_dtype(network)), generator=generator)
     if _is_whole(data):
         return _cut(data, _dtype(network))
     if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
@@ -178,7 +179,15 @@ def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
         )
     if not count:
         raise LapwingError(f"The data set has no samples: {batches.describe(data)}. Pass at least one row.")
-    return [batch.value for _, batch in Inputs(data).chunks(BATCH)]
+    return [batch.value for _, batch in Inputs(data).chunks(_even_length(count))]
+
+
+def _even_length(count: int) -> int:
+    """Returns the length of batches of nearly equal length, at most `BATCH`.
+
+    A step of mean field or VaLLA weighs all batches alike, so the rows of a short one would count for more.
+    """
+    return ceil(count / ceil(count / BATCH))
 
 
 def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
