@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2064, functions=299, classes=48, files=53),
-    "fit with its default tuning": Ran(lines=2534, functions=377, classes=61, files=65),
+    "fit with a given prior": Ran(lines=2067, functions=299, classes=48, files=53),
+    "fit with its default tuning": Ran(lines=2536, functions=378, classes=61, files=65),
     "first prediction": Ran(lines=890, functions=139, classes=34, files=39),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

@@ -58,6 +58,10 @@ class Blockwise(PriorCovariance):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_weights", "_weightings")}
 
+    @property
+    def correlated(self) -> list[bool]:
+        return [self.structures[block.name].kind != DiagonalBlock.kind for block in self.blocks]
+
     def with_prior(self, precision: Tensor, scale: float) -> Blockwise:
         return Blockwise(self.blocks, self.structures, precision, scale)
 

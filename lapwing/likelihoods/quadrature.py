@@ -46,11 +46,11 @@ def rule(mean: Tensor, variance: Tensor, slope: float = 0.0, nodes: int = NODES)
     centred on the mass of the integrand, so that logarithms of tiny expectations are accurate. f is differentiable in
     mean and variance; the weights are constants.
     """
-    spread = variance.clamp_min(LEAST_VARIANCE)[..., None]  # all shapes below are (..., 1), (..., 2) or (..., nodes)
+    spread = (variance + LEAST_VARIANCE)[..., None]  # all shapes below are (..., 1), (..., 2) or (..., nodes)
     mean, std = mean[..., None], spread.sqrt()
     with torch.no_grad():
         # 1. -κ = m/s and the centre c of the mass, where e^{slope f} N(f; m, v) is largest, at most κ; then κ from c
-        near = mean / std
+        near = mean / std.clamp_min(LEAST_VARIANCE**0.5)  # ONNX loses the constant in a sum
         centre = torch.minimum(slope * std, -near).clamp_min(0.0) if slope > 0 else None
         near = (near if centre is None else near + centre).clamp(-_REACH, _REACH)
         # 2. ω, about 3/(h s) for large s, and below 1

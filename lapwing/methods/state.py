@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..likelihoods import Likelihood
-from ..linalg import doubled
+from ..linalg import double_device, doubled
 
 S = TypeVar("S", bound="State")
 
@@ -100,10 +100,13 @@ class DataSummary(State):
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples
         more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
-        each = doubled(outputs.new_ones(len(outputs)) if weights is None else weights)
         share = likelihood.known_share(targets) if counted is None else counted.flatten()
-        sums = {"weight": (each if share is None else each * share.to(each)).sum()}
-        for name, value in (likelihood.statistics(outputs.detach(), targets, **more) | sums).items():
+        if weights is None and share is None:
+            weight = torch.tensor(len(outputs), dtype=torch.float64, device=double_device(outputs.device))
+        else:
+            each = doubled(outputs.new_ones(len(outputs)) if weights is None else weights)
+            weight = (each if share is None else each * share.to(each)).sum()
+        for name, value in {**likelihood.statistics(outputs.detach(), targets, **more), "weight": weight}.items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
 

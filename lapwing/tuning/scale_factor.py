@@ -14,7 +14,7 @@ from ..covariance import has_positions, is_selected
 from ..data import batches
 from ..data.data import Data
 from ..display import warns_once
-from ..errors import LapwingError, check_choice
+from ..errors import LapwingError, check_choice, is_one_of
 from ..likelihoods import LaplaceBridge, Link, apply_weights
 from ..likelihoods.targets import any_counts, no_targets_error
 from ..linalg import doubled
@@ -112,7 +112,7 @@ def scale_factor(
         if to is not None:
             return _as_wide(posterior, loader, via, to)
         return Scaled(via, _of_quantity(posterior, loader, of))
-    weighted = by == "evidence" and isinstance(posterior, Posterior) and posterior.method.sample_weights
+    weighted = isinstance(posterior, Posterior) and is_one_of(by, ("evidence",)) and posterior.method.sample_weights
     data = Data(
         loader, getattr(posterior, "model", None), sample_weights=weighted, columns=getattr(posterior, "columns", ())
     )
