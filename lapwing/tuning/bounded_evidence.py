@@ -139,7 +139,7 @@ def _cost_of_right_spread(posterior: Posterior, rows: float) -> float:
     share, outputs = float(dimension.sum()) / rows, posterior.tangent.outputs  # γ/N, C
     if not posterior.likelihood.classifies(outputs):
         return max(MIN_COST, share / 2)
-    share = float(dimension[covariance.correlated].sum()) / rows
+    share = float((dimension * dimension.new_tensor(covariance.correlated)).sum()) / rows
     # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
     # of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
     # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).
