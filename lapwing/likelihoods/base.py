@@ -120,7 +120,7 @@ class Likelihood(Options, ABC, Generic[P]):
     def known_share(self, targets: Tensor) -> Tensor | None:
         """Returns the share of each sample's targets that is known, (B,), if some may be missing; None means all."""
         known = ~targets.isnan() if getattr(self, "missing", False) else None
-        return None if known is None else known.reshape(len(known), -1).to(targets.dtype).mean(1)
+        return None if known is None else known.reshape(len(known), -1).float().mean(1)
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class Batch:
         self._outputs.append(outputs)
 
     def rows(self, shaped: Tensor | None = None) -> dict[str, Any]:
-        """Returns outputs (N, C), targets, weights, ... of samples, or of their positions, for `DataSummary.add`.
+        """Returns the arguments of `DataSummary.add`, for samples or their positions.
 
         `shaped` are the outputs in their own shape, if they are known. Rows may include labels that do not count, which
         have a log probability of 0.

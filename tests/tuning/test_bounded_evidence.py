@@ -233,9 +233,11 @@ def test_missing_answers_do_not_change_the_bound():
     def precision(data, **options):
         return lw.fit(model, data, lw.Full(), params=lw.everything, likelihood=law, **options).prior_precision
 
+    data += [(x, y.bool()), (x, y.long())]  # without missing ones
+
     few = precision(data[0])
     assert few > 2 * precision(data[0], tune=lw.Evidence())
-    assert [precision(one) for one in data[1:]] == pytest.approx([few, few], rel=1e-6)
+    assert [precision(one) for one in data[1:]] == pytest.approx([few] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
