@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable
 from contextvars import ContextVar
 from html import escape
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar
 
 from torch import nn
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class Displayed:
@@ -31,31 +26,17 @@ class Displayed:
 
 _SAID: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
 """Network -> its warnings, each with a count of the writes to the weights."""
-_CURRENT_NETWORK: ContextVar[nn.Module | None] = ContextVar("network", default=None)
 
-
-def warns_once(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Logs each warning of a function once for a network, until its weights change.
-
-    The first argument is the network, or has it as `model`. A warning with other numbers is another one.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        first = args[0] if args else kwargs.get("model", kwargs.get("posterior"))
-        model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
-        token = _CURRENT_NETWORK.set(model)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _CURRENT_NETWORK.reset(token)
-
-    return wrapped
+CURRENT_NETWORK: ContextVar[nn.Module | None] = ContextVar("network", default=None)
+"""The network of the running call, set by the decorators of `network/entry.py`."""
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Whether a record is not a warning, or is a warning that was not yet logged for the network."""
-    model = _CURRENT_NETWORK.get()
+    """Whether a record is not a warning, or was not yet logged for the network, or not since its weights changed.
+
+    A warning with other numbers is another one.
+    """
+    model = CURRENT_NETWORK.get()
     if model is None or record.levelno != logging.WARNING:
         return True
     writes = sum(0 if weight.is_inference() else weight._version for weight in model.parameters())

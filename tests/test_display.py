@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.display import warns_once
+from lapwing.network.entry import outside_modes
 
 X, LABELS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 
@@ -127,8 +127,8 @@ def test_warnings_without_a_network_and_other_levels_are_always_logged(caplog: p
     with caplog.at_level(logging.INFO, "lapwing"):
         for model in (network(), None):
             for number in (120, 120, 2e-7):
-                warns_once(lambda model, number: log.warning("%g, here", number))(model, number)
-                warns_once(lambda model, number: log.info("%g, there", number))(model, number)
+                outside_modes(lambda model, number: log.warning("%g, here", number))(model, number)
+                outside_modes(lambda model, number: log.info("%g, there", number))(model, number)
     of_network, of_none = caplog.messages[:5], caplog.messages[5:]
     assert of_network == ["120, here", "120, there", "120, there", "2e-07, here", "2e-07, there"]
     assert of_none == [f"{number:g}, {place}" for number in (120, 120, 2e-7) for place in ("here", "there")]

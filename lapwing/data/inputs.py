@@ -195,7 +195,9 @@ class Samples:
             weights = _checked_weights(weights, inputs.samples)
         if isinstance(targets, Tensor):
             targets = targets.detach() if targets.requires_grad else targets  # of a teacher with a graph
-            _check_targets(inputs, targets)
+            check_dense(targets, "A tensor of the targets")
+            if not targets.ndim or len(targets) > inputs.samples:
+                raise _wrong_targets(inputs, targets)
         return cls(inputs, targets, weights, heads=heads)
 
     @property
@@ -261,13 +263,6 @@ def _checked_weights(weights: Any, count: int) -> Tensor:
             f"{int((~usable).sum())} samples. Pass finite weights of at least 0."
         )
     return values
-
-
-def _check_targets(inputs: Inputs, targets: Tensor) -> None:
-    """Raises unless targets are a dense tensor with at most one row for each sample."""
-    check_dense(targets, "A tensor of the targets")
-    if not targets.ndim or len(targets) > inputs.samples:
-        raise _wrong_targets(inputs, targets)
 
 
 def _wrong_targets(inputs: Inputs, targets: Tensor) -> LapwingError:

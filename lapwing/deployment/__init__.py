@@ -18,7 +18,6 @@ from ..data import batches
 from ..data.data import Data
 from ..data.frames import as_inputs
 from ..data.inputs import Inputs
-from ..display import warns_once
 from ..errors import LapwingError, check_choice, shown
 from ..fitting import Novelty
 from ..fitting.novelty import doubt, doubt_of
@@ -39,7 +38,6 @@ MIN_LEVEL_INPUTS, MAX_LEVEL_INPUTS = 8, 64
 """Minimum and maximum number of inputs that fit the level of variances. At most `MIN_LEVEL_INPUTS` read the network."""
 
 
-@warns_once
 @outside_modes
 def deploy(
     posterior: Posterior,

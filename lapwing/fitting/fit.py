@@ -145,7 +145,7 @@ def fit(
         data.warn(options)
         prefixes = 0 if data.tune is None else data.tune.prefixes
         runner = Runner(data.training, prefixes, options.data_size, file)
-        choice = choose(options, data, runner.count, runner.size_if_known() or data.first.count)
+        choice = choose(options, data, runner.count, data.training.expected_size or data.first.count)
         advice = advice_on_memory(choice.method, choice.sizes)
         if advice is not None:
             raise LapwingError(advice)
@@ -157,7 +157,7 @@ def fit(
             tune=[problem.traces_wanted, prefixes],
         ):  # fmt: skip
             posterior = _run_and_tune(options, choice, problem, data, runner)
-        data.warn_of_samples(options, runner.size_if_known())
+        data.warn_of_samples(options, runner.count())
         return posterior
 
 

@@ -90,7 +90,7 @@ class FitData:
         if options.forward is None and isinstance(self.first.inputs.value, Mapping):
             _warn_of_own_tokens(self.first.inputs.value, self.first.targets, self.likelihood)
 
-    def warn_of_samples(self, options: FitOptions, shown: int | None) -> None:
+    def warn_of_samples(self, options: FitOptions, shown: int) -> None:
         """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""
         if options.data_size is None and self.training.expected_size is None:
             self.training.warn_of_unseen(shown)

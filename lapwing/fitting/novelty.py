@@ -20,7 +20,6 @@ from ..data.batches import Forward
 from ..data.data import Data
 from ..data.frames import as_inputs
 from ..data.inputs import Inputs, Samples, checked
-from ..display import warns_once
 from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..likelihoods import Likelihood
@@ -83,7 +82,7 @@ class Novelty:
         """
         return self.joined(self._scores(x))
 
-    @warns_once
+    @outside_modes
     def alarm(self, x: Any, rate: float = 0.05) -> Tensor:
         """Returns whether the p-value is at most `rate`, (B,) of bool: true for at most this share of known inputs.
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..data.batches import Forward
 from ..data.inputs import Inputs
-from ..display import Displayed, warns_once
+from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import double_device
@@ -90,7 +90,6 @@ def _cell(number: float | None, width: int, digits: int = 0, unit: int = 1) -> s
     return ("?" if number is None else f"{number / unit:,.{digits}f}").rjust(width)
 
 
-@warns_once
 @outside_modes
 def plan(
     model: nn.Module,
@@ -168,7 +167,7 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
 
     def count() -> int:
         """Returns n, or N if n is unknown."""
-        return runner.size_if_known() or options.data_size or runner.count()
+        return data.training.expected_size or options.data_size or runner.count()
 
     choice = choose(options, data, count, count(), warn)
     method, shape, tangent = choice.method, choice.sizes, choice.sizes.tangent

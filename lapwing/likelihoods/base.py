@@ -95,7 +95,7 @@ class Likelihood(Options, ABC, Generic[P]):
     @property
     def default_link(self) -> Link:
         """The link for a Gaussian latent if `predict` gets None."""
-        return self.links[0]()
+        return self.links[0].default()
 
     def open_heads(self, outputs: int) -> Iterable[Any]:
         """Returns the keys in `heads` of the outputs whose residuals decide a noise before the curvature is formed."""
@@ -117,8 +117,10 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns a mask of the targets that count, in their shape; None if all of them count."""
         return None
 
-    def known_share(self, targets: Tensor) -> Tensor | None:
-        """Returns the share of each sample's targets that is known, (B,), if some may be missing; None means all."""
+    def known_share(self, targets: Tensor, counted: Tensor | None) -> Tensor | None:
+        """Returns the share of each row's targets that counts, (B,); None means all. `counted` is their `labelled`."""
+        if counted is not None:
+            return counted.flatten().float()
         known = ~targets.isnan() if getattr(self, "missing", False) else None
         return None if known is None else known.reshape(len(known), -1).float().mean(1)
 
@@ -345,7 +347,7 @@ class Likelihood(Options, ABC, Generic[P]):
 
     def choose_link(self, latent: AnyLatent, link: Link | None) -> Any:
         """Returns the link to use; None means the default. Raises if it does not fit the likelihood or the latent."""
-        if is_selected(latent) and not self.selects_outputs:
+        if not self.selects_outputs and is_selected(latent):
             raise LapwingError(
                 f"The {self.name} likelihood needs all outputs of an input in their order, and "
                 "lw.Linearized(outputs=...) selects some. Leave outputs= out, or use posterior.latent(x, via=...)."
@@ -353,7 +355,7 @@ class Likelihood(Options, ABC, Generic[P]):
         drawn = latent.draws is not None
         usable = [accepted for accepted in self.links if accepted.accepts_draws or not drawn]
         if link is None:
-            return usable[0]()
+            return usable[0].default()
         if isinstance(link, tuple(usable)):
             return link
         kind = "a latent made of weight draws" if drawn else "a Gaussian latent"

@@ -62,6 +62,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     estimated: Mapping[str, float] = option(dict, instance_of("a dict", Mapping), write='{"size": 0.1}', kw_only=True)
     name: ClassVar[str] = "joint"
     one_output_per_target: ClassVar[bool] = False
+    missing: ClassVar[bool] = True  # NaN means a missing target
 
     def __post_init__(self) -> None:
         """Raises if the likelihoods and the outputs have different keys."""

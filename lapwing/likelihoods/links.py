@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import ClassVar, Literal
 
 import torch
@@ -92,6 +92,12 @@ class Link(Options):
     """Whether the link needs more than the mean and variances. See also `Likelihood.reads_covariance`."""
     closed_form: ClassVar[bool] = False
     """Whether tensor operations on means and variances give `Prediction.summary`, as `lw.deploy` needs."""
+
+    @classmethod
+    @cache
+    def default(cls) -> Link:
+        """Returns the link with its default options, the same object for all predictions."""
+        return cls()
 
 
 class ClassLink(Link, ABC):

@@ -20,11 +20,6 @@ def which_count(labels: Tensor, ignored: int) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
-def any_counts(targets: Tensor, counted: Tensor | None) -> bool:
-    """Whether a target counts, by the mask of `Likelihood.labelled`; without a mask, whether one is not NaN."""
-    return bool((~targets.isnan() if counted is None else counted).any())
-
-
 def no_targets_error(which: str) -> LapwingError:
     """Returns the error for data of which no target counts."""
     return LapwingError(

@@ -48,7 +48,6 @@ class Full(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        self.check(problem.tangent, problem.likelihood)
         rows = (yield SamplesSeen()).count * problem.root.columns
         problem.tangent.require(self._need(problem.tangent, rows))
         curvature = DenseCurvature(problem) if self._is_primal(problem.tangent, rows) else AllRows(problem, rows)

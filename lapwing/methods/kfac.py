@@ -80,20 +80,13 @@ class KFAC(Method):
         """Returns block name -> "kronecker", "diagonal" or "dense"."""
         return {block.name: "kronecker" if block.matrix is not None else self.uncovered for block in tangent.blocks}
 
-    def _need(self, tangent: Tangent) -> MemoryNeed:
-        kinds = self._kinds(tangent)
-        dense = sum(block.size**2 for block in tangent.blocks if kinds[block.name] == "dense")
-        method = f"{type(self).__name__}(uncovered='dense')"
-        return MemoryNeed(method, 8 * dense, "dense blocks", "write uncovered='diagonal'")
-
     def _factor_pass(self, problem: Problem) -> _FactorPass:
-        problem.tangent.require(self._need(problem.tangent))
         problem = problem.with_drawn_root() if self.fisher == "sampled" else problem
         return _FactorPass(problem, self._kinds(problem.tangent), self.weight_sharing == "reduce")
 
     def footprint(self, shape: FitShape) -> Footprint:
         shape = shape.with_drawn_root() if self.fisher == "sampled" else shape
-        kinds, entries, sizes = self._kinds(shape.tangent), [0], list[int]()
+        kinds, entries, sizes, dense = self._kinds(shape.tangent), [0], list[int](), 0
         for block in shape.tangent.blocks:
             if block.matrix is not None:
                 groups, outputs, inputs = block.matrix_shape
@@ -101,12 +94,14 @@ class KFAC(Method):
                 entries.append(groups * max(widths) ** 2)
                 sizes += widths * groups
             elif kinds[block.name] == "dense":
+                dense += block.size**2
                 entries.append(2 * block.size**2)
                 sizes.append(block.size)
         kept = shape.stored(Blockwise, {"kinds": kinds})
         peak = kept + max(shape.chunk(), DECOMPOSITION_BYTES * max(entries))
-        needs = (self._need(shape.tangent),)
-        return Footprint(kept, peak, shape.pass_length, needs=needs, products=decompositions(*sizes))
+        name = f"{type(self).__name__}(uncovered='dense')"
+        need = MemoryNeed(name, 8 * dense, "dense blocks", "write uncovered='diagonal'")
+        return Footprint(kept, peak, shape.pass_length, needs=(need,), products=decompositions(*sizes))
 
 
 class EKFAC(KFAC):

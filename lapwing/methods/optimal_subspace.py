@@ -66,7 +66,6 @@ class OptimalSubspace(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        self.check(problem.tangent, problem.likelihood)
         approximate = None
         if isinstance(self.curvature, Method):
             curvature = yield from prior_covariance(self.curvature, problem, "curvature")

@@ -26,7 +26,7 @@ from ..data.inputs import Inputs, Samples
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood, curvature_weights
 from ..options import Options
-from ..tangent import AnyCotangents, Reading, Record, Tangent, as_cotangents
+from ..tangent import EVERY_OUTPUT, Cotangents, Reading, Record, Tangent
 from .footprint import FitShape, Footprint
 from .problem import Problem
 from .state import DataSummary, S
@@ -59,13 +59,13 @@ class Batch:
         return self.inputs.samples
 
     def records(
-        self, cotangents: AnyCotangents = None, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
+        self, cotangents: Cotangents = EVERY_OUTPUT, dtype: torch.dtype | None = None, scratch_per_sample: int = 0
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the chunks of the batch, as `Tangent.records` does, with cotangents times √w.
 
         If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
-        outputs, weights, cotangents = [], None, as_cotangents(cotangents, self.tangent.outputs)
+        outputs, weights = [], None
         kept = self.counted if self.tangent.positions.rows_are_positions and cotangents.skips_uncounted else None
         kept = None if kept is None else kept.flatten(1)
         for part, record in self.tangent.records(self.inputs, cotangents, dtype, Reading(scratch_per_sample, kept)):
@@ -101,6 +101,8 @@ class Batch:
 
     def targets_of_rows(self, sizes: tuple[int, ...], kept: Tensor | None = None) -> tuple[int, Tensor, Tensor | None]:
         """Returns the number of positions of a sample, and targets and weights of all positions, or of `kept` ones."""
+        if not sizes:
+            return 1, self.targets, self.weights
         places = self.tangent.positions.places(self.count, sizes)
         targets = places.targets(self.targets, self.tangent.outputs)
         weights = None if self.weights is None else self.weights.repeat_interleave(places.count)

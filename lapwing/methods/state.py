@@ -100,7 +100,7 @@ class DataSummary(State):
         likelihood.check(outputs, targets)
         self.samples += len(outputs) if samples is None else samples
         more = {} if weights is None else {"weights": weights}  # a user's likelihood may not accept weights
-        share = likelihood.known_share(targets) if counted is None else counted.flatten()
+        share = likelihood.known_share(targets, counted)
         if weights is None and share is None:
             weight = torch.tensor(len(outputs), dtype=torch.float64, device=double_device(outputs.device))
         else:

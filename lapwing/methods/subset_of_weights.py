@@ -79,16 +79,10 @@ class SubsetOfWeights(Method):
             _check_same_weights(tangent.blocks, self.by.covariance.blocks)
 
     def passes(self, problem: Problem) -> Passes:
-        self.check(problem.tangent, problem.likelihood)
-        problem.tangent.require(self._need())
         scores = yield from self._scores(problem)
         picked = scores.argsort(descending=True, stable=True)[: self.size]
         basis = CoordinateBasis(problem.tangent.blocks, picked, record_dtype(problem.tangent, self.residual))
         return (yield from on_basis(problem, basis, self.residual))
-
-    def _need(self) -> MemoryNeed:
-        size = self.size
-        return MemoryNeed(f"SubsetOfWeights(size={size})", 6 * size**2 * 8, f"{size} x {size} matrices", "choose fewer")
 
     def _scores(self, problem: Problem) -> Generator[Step, Any, Tensor]:
         """Returns a score per weight (P,). The largest scores are chosen; among equal ones the first."""
@@ -110,7 +104,8 @@ class SubsetOfWeights(Method):
         size = min(self.size, shape.tangent.size)
         kept, dtype = stored_on_basis(shape, "CoordinateBasis", {"rank": size}, self.residual)
         peak = kept + max(80 * size**2, shape.chunk(dtype, 3 * shape.columns * size))
-        return Footprint(kept, peak, shape.pass_length * (1 + (self.by == "diagonal")), size, (self._need(),))
+        need = MemoryNeed(f"SubsetOfWeights(size={size})", 48 * size**2, f"{size} x {size} matrices", "choose fewer")
+        return Footprint(kept, peak, shape.pass_length * (1 + (self.by == "diagonal")), size, (need,))
 
 
 def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:

@@ -76,7 +76,6 @@ class TemperatureScaling(Method):
             )
 
     def passes(self, problem: Problem) -> Passes:
-        self.check(problem.tangent, problem.likelihood)
         state = yield _Scores(problem)
         scores = state.sums + state.uniform / state.weight  # the pseudo-row of PSEUDO_WEIGHT
         at = int(scores.argmax())

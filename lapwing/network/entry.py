@@ -1,6 +1,7 @@
 """Decorators of public functions: they run outside the caller's autocast, default device and inference mode.
 
-Autocast and default device apply to the network (`network_precision`), and not to lapwing's contractions.
+Autocast and default device apply to the network (`network_precision`), and not to lapwing's contractions. Each warning
+comes once for the network of the call: the first argument is the network, or has it as `model`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
+from ..display import CURRENT_NETWORK
 from ..errors import LapwingError
 from .eager import LOCK, transformed
 
@@ -53,11 +56,12 @@ def _decorated(function: Callable[Arguments, Result], needs_graph: bool) -> Call
                 )
         default = torch.empty(0).device  # three times as fast as torch.get_default_device()
         devices = tuple([device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)])
-        inference = needs_graph and torch.is_inference_mode_enabled()
-        if default.type == "cpu" and not devices and not inference:
-            return function(*args, **kwargs)
+        first = args[0] if args else kwargs.get("model", kwargs.get("posterior"))
+        model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
         with contextlib.ExitStack() as stack:
-            if inference:
+            if isinstance(model, nn.Module) and model is not CURRENT_NETWORK.get():
+                stack.callback(CURRENT_NETWORK.reset, CURRENT_NETWORK.set(model))
+            if needs_graph and torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             if default.type != "cpu":

@@ -22,7 +22,8 @@ from ..errors import LapwingError, shown
 from ..linalg import cholesky, doubled, total
 from ..prediction.linearized import Selection
 from ..prediction.quantities import noise_of, one_batch
-from ..tangent import AnyCotangents, MemoryNeed, Reading, Record, as_cotangents
+from ..tangent import EVERY_OUTPUT, Cotangents, MemoryNeed, Reading, Record
+from ..tangent.cotangents import ComputedCotangents, GivenCotangents
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -84,7 +85,7 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
     length = max(1, tangent.memory // (copies * covariance.dtype.itemsize))
     for columns in (slice(first, min(first + length, outputs)) for first in range(0, outputs, length)):
         chosen = range(outputs)[columns]
-        cotangents = None if len(chosen) == outputs else Selection(chosen, outputs)
+        cotangents = EVERY_OUTPUT if len(chosen) == outputs else Selection(chosen, outputs)
         for part, record in tangent.records(checked, cotangents, dtype, Reading(len(chosen) * copies)):
             if not columns.start:
                 at, places = record.outputs.detach(), tangent.positions.places(record.samples, ())
@@ -164,7 +165,7 @@ def _changes(posterior: Posterior, data: Data, steps: Tensor, inputs: Inputs) ->
     """Yields slices of the inputs and of the training rows, and the changes `-Cov(f(x), f_n) u_n` (b, C, n)."""
     tangent, covariance = posterior.tangent, posterior.covariance
     for samples in tracked(data, "influence of training rows"):
-        vectors = steps[samples.start : samples.start + samples.count, :, None]
+        vectors = GivenCotangents(steps[samples.start : samples.start + samples.count, :, None])
         for part, record in _records(posterior, tangent.check(samples.to(tangent.device).inputs), vectors):
             rows = slice(samples.start + part.start, samples.start + part.stop)
             for here, other in _records(posterior, inputs, others=1):
@@ -177,7 +178,8 @@ def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Te
     tangent, pool, inputs = posterior.tangent, _checked(posterior, candidates), _checked(posterior, targets)
     none = given is None or tuple(getattr(given, "shape", ())[:1]) == (0,)
     known: Any = None if none else _checked(posterior, given)
-    falls, root = doubled(torch.zeros(pool.samples, device=tangent.device)), partial(_root, posterior)
+    falls = doubled(torch.zeros(pool.samples, device=tangent.device))
+    root = ComputedCotangents(partial(_root, posterior), tangent.outputs)
     joint = posterior.covariance.joint_output_covariance
 
     def coupled(record: Record) -> Tensor:
@@ -221,11 +223,11 @@ def _checked(posterior: Posterior, x: Any) -> Inputs:
 
 
 def _records(
-    posterior: Posterior, inputs: Inputs, given: AnyCotangents = None, others: int | None = None
+    posterior: Posterior, inputs: Inputs, cotangents: Cotangents = EVERY_OUTPUT, others: int | None = None
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of chunks, which fit the budget with another of C or `others` cotangents and their covariance."""
     tangent, covariance = posterior.tangent, posterior.covariance
-    cotangents, dtype = as_cotangents(given, tangent.outputs), covariance.record_dtype
+    dtype = covariance.record_dtype
     columns = cotangents.columns or tangent.outputs
     length = tangent.chunk_length(cotangents.columns, dtype, columns * covariance.scratch_per_row)
     length = min(length // 2, isqrt(tangent.memory // (64 * columns * (others or tangent.outputs))))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..covariance import AnyLatent, Covariance, PriorCovariance, has_positions, has_prior
 from ..data.frames import Columns
 from ..data.progress import with_progress
-from ..display import Displayed, warns_once
+from ..display import Displayed
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
 from ..linalg import check_draws
@@ -258,7 +258,7 @@ class Posterior(Displayed, Generic[P]):
             value = value + gain_at_linearised_mode(self, loader, sample_weights)
         return float(value)
 
-    @warns_once
+    @outside_modes
     @memory_errors("The prediction", SMALLER_PREDICTION)
     def latent(self, x: Any, via: Way | None = None, joint: bool = False, *, progress: bool | None = None) -> AnyLatent:
         """Returns the latent distribution of the outputs f(x).
@@ -288,7 +288,6 @@ class Posterior(Displayed, Generic[P]):
         latents: Any = [latent for latent, _ in parts]
         return latents[0] if len(latents) == 1 else latents
 
-    @warns_once
     @full_precision
     @memory_errors("The prediction", SMALLER_PREDICTION)
     def predict(
@@ -335,7 +334,6 @@ class Posterior(Displayed, Generic[P]):
         found: Any = [likelihood.predicted(latent, link, generator, features) for latent, features in parts]
         return found[0] if len(found) == 1 else found
 
-    @warns_once
     @outside_modes
     @memory_errors("The quantity", "Return fewer numbers, or pass the inputs as a loader of smaller batches.")
     def of(
@@ -389,7 +387,6 @@ class Posterior(Displayed, Generic[P]):
             self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns, way.factor
         )
 
-    @warns_once
     @outside_modes
     @with_progress
     @memory_errors("The explanation", SMALLER_PREDICTION)
@@ -415,7 +412,6 @@ class Posterior(Displayed, Generic[P]):
         self._check_network()
         return explained(self, x, train, novelty)
 
-    @warns_once
     @outside_modes
     @with_progress
     @memory_errors("The influence", SMALLER_PREDICTION)
@@ -460,7 +456,6 @@ class Posterior(Displayed, Generic[P]):
         self._check_network()
         return influence(self, train, x)
 
-    @warns_once
     @outside_modes
     @with_progress
     @memory_errors("The value", SMALLER_PREDICTION)

@@ -18,7 +18,7 @@ from ..data.batches import check_outputs
 from ..data.inputs import Inputs
 from ..errors import LapwingError, plain_numbers, shown
 from ..options import SEED, at_least, integer, option
-from ..tangent import Cotangents, Reading, Record, Tangent
+from ..tangent import EVERY_OUTPUT, Cotangents, Reading, Record, Tangent
 from .uncertain import carried
 from .way import Way
 from .weight_draws import latent_of_draws, no_products
@@ -121,7 +121,7 @@ class Linearized(Way):
         parts: list[tuple[slice, Latent]] = []
         sizes: tuple[int, ...] = ()
         scratch = tangent.outputs * covariance.scratch_per_row
-        for rows, record in tangent.records(inputs, None, covariance.record_dtype, Reading(scratch)):
+        for rows, record in tangent.records(inputs, EVERY_OUTPUT, covariance.record_dtype, Reading(scratch)):
             parts.append((rows, _latent(covariance, record)))
             sizes = record.sizes
         latent = parts[0][1] if len(parts) == 1 else Latent.concatenate([part for _, part in parts])
@@ -242,9 +242,8 @@ def _of_weights(
         return _joint(tangent, covariance, checked, selection)
     # a last layer computes all outputs at once in its eigenbasis
     late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
-    cotangents = None if late else selection
-    rows = tangent.outputs if cotangents is None else cotangents.columns
-    scratch = rows * covariance.scratch_per_row
+    cotangents = EVERY_OUTPUT if late or selection is None else selection
+    scratch = (cotangents.columns or tangent.outputs) * covariance.scratch_per_row
     records = tangent.records(checked, cotangents, covariance.record_dtype, Reading(scratch))
     parts = (_latent(covariance, record) for _, record in records)
     if selection is not None:

@@ -21,7 +21,7 @@ from ..covariance import Covariance
 from ..data.data import Data, other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
-from ..likelihoods.targets import any_counts, no_targets_error
+from ..likelihoods.targets import no_targets_error
 from ..methods.passes import (
     Batch,
     CurvaturePass,
@@ -52,7 +52,6 @@ class PassSums(State):
 
     state: State = field(default_factory=State)  # state of the pass
     summary: DataSummary = field(default_factory=DataSummary)  # likelihood statistics, if this pass collects them
-    counted: int = 0  # above 0 if a target counts
 
 
 @dataclass
@@ -112,13 +111,9 @@ class Runner:
             self._labels = torch.cat(ranks.gathered("labels", labels))
         return self._labels
 
-    def size_if_known(self) -> int | None:
-        """Returns n, the number of samples, without reading the data; None if it is unknown."""
-        return self._at.size or self._data.expected_size
-
     def count(self) -> int:
         """Returns n. If it is unknown, returns the number of samples read so far if N is given, or else counts them."""
-        known = self.size_if_known()
+        known = self._at.size or self._data.expected_size
         if known is None and self._data_size is not None and self._at.summary.samples:
             return self._at.summary.samples
         return len(self.labels()) if known is None else known
@@ -234,7 +229,7 @@ class Runner:
                 joined = ranks.joined(f"the pass '{step.label}'", at.sums.tensors(), problem.tangent.device)
                 at.sums = at.sums.with_tensors(joined)
                 at.summary = at.sums.summary if collects else at.summary
-            if collects and not at.sums.counted:
+            if collects and not at.summary.statistics["weight"]:
                 raise no_targets_error("labels")
             at.whole |= collects
         at.finished = True
@@ -256,7 +251,6 @@ class Runner:
                 samples, stop = samples.take(slice(0, limit - at.start)), limit
             if stop > at.start:
                 counted = problem.likelihood.labelled(samples.targets)
-                at.sums.counted = at.sums.counted or int(any_counts(samples.targets, counted))  # one read of a device
                 yield Batch.of(
                     problem.tangent, replace(samples, start=before + at.start), counted, epoch=epochs,
                     likelihood=problem.likelihood if problem.likelihood.weighs(counted) else None,

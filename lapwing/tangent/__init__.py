@@ -12,7 +12,7 @@ from ..jacobian.shared_outer import SharedOuter
 from ..network.recording_plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything, last_layer, matching
 from .anchors import Anchors
-from .cotangents import AnyCotangents, Cotangents, FisherParts, RandomCotangents, Reading, as_cotangents
+from .cotangents import EVERY_OUTPUT, Cotangents, FisherParts, RandomCotangents, Reading
 from .coverage import coverage
 from .record import Record
 from .retry import MemoryNeed
@@ -20,8 +20,8 @@ from .stored import FLOATS, TensorSpec
 from .tangent import Tangent
 
 __all__ = [
-    "FLOATS", "Anchors", "AnyCotangents", "Block", "BlockJacobian", "Cotangents", "Coverage", "FisherParts",
+    "EVERY_OUTPUT", "FLOATS", "Anchors", "Block", "BlockJacobian", "Cotangents", "Coverage", "FisherParts",
     "LastLayer", "Matrix", "MemoryNeed", "Outer", "Predicate", "RandomCotangents", "Reading", "Record", "Rows",
-    "SharedOuter", "Tangent", "TensorSpec", "Vectors", "as_cotangents", "coverage", "everything", "join", "last_layer",
+    "SharedOuter", "Tangent", "TensorSpec", "Vectors", "coverage", "everything", "join", "last_layer",
     "matching", "split",
 ]  # fmt: skip

@@ -88,19 +88,6 @@ class ComputedCotangents(Cotangents):
         return self._function(outputs)
 
 
-AnyCotangents = Cotangents | Callable[[Tensor], Any] | Tensor | None
-"""Cotangents as a caller may give them: a function of the outputs (B, C), a tensor u (B, C, R), or None."""
-
-
-def as_cotangents(given: AnyCotangents, outputs: int) -> Cotangents:
-    """Returns `Cotangents` unchanged, and makes them of a function, of a tensor, or of None: the C outputs."""
-    if isinstance(given, Cotangents):
-        return given
-    if given is None:
-        return EVERY_OUTPUT
-    return GivenCotangents(given) if isinstance(given, Tensor) else ComputedCotangents(given, outputs)
-
-
 @dataclass(frozen=True)
 class Reading:
     """What the reader of records needs beyond their rows."""

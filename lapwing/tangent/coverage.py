@@ -11,14 +11,14 @@ from ..data import batches
 from ..data.batches import Forward
 from ..data.frames import with_tensors
 from ..data.inputs import Inputs
-from ..display import warns_once
 from ..errors import LapwingError
+from ..network.entry import outside_modes
 from ..network.recording_plan import Coverage
 from ..network.selection import LastLayer, Predicate, everything
 from .tangent import Tangent
 
 
-@warns_once
+@outside_modes
 def coverage(
     model: nn.Module, batch: Any, params: Predicate | LastLayer = everything, forward: Forward | None = None
 ) -> Coverage:

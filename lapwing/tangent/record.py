@@ -257,7 +257,8 @@ class Record(Mapping[str, BlockJacobian]):
             first = TiedTable(jacobians)
         elif other_uses:
             first = SumOfUses(jacobians) if block.matrix is None else first.plus(other_uses)
-        return first.within(self._slice_bytes)
+        first.slice_bytes = self._slice_bytes
+        return first
 
 
 def outputs_moved_error(tangent: Tangent, parameter: str) -> LapwingError:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from .. import ranks
-from ..display import warns_once
 from ..environment import memory_limit
 from ..errors import LapwingError, is_out_of_memory, unknown_option
 from ..network.entry import outside_modes
@@ -90,7 +89,7 @@ def entry(what: str, instead: str) -> Callable[[Callable[Arguments, Result]], Ca
 
     def decorated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         known = inspect.signature(function).parameters
-        run = warns_once(outside_modes(ranks.across_ranks()(memory_errors(what, instead)(function))))
+        run = outside_modes(ranks.across_ranks()(memory_errors(what, instead)(function)))
 
         @functools.wraps(function)
         def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

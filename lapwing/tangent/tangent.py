@@ -8,7 +8,7 @@ block Jacobians of a chunk of samples. The rest of the library contracts records
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..network.selection import LastLayer, Predicate, everything
 from ..network.stamp import Stamp, state_of
 from ..network.tracing import Recording
 from .at_positions import by_position, output_use, records_of_positions
-from .cotangents import READING, AnyCotangents, Cotangents, Reading, as_cotangents
+from .cotangents import EVERY_OUTPUT, READING, Cotangents, Reading
 from .record import Record
 from .retry import MemoryNeed, chunk_limit
 
@@ -229,7 +229,7 @@ class Tangent:
     def record(
         self,
         inputs: Any,
-        cotangents: AnyCotangents = None,
+        cotangents: Callable[[Tensor], Any] | Tensor | None = None,
         dtype: torch.dtype | None = None,
         nonfinite: list[Tensor] | None = None,
     ) -> Record:
@@ -247,7 +247,7 @@ class Tangent:
         outputs = recording.outputs
         at = outputs if differentiable else outputs.detach()
         at = doubled(at) if dtype == torch.float64 else at  # a root of Λ with the same precision
-        u = as_cotangents(cotangents, self.outputs)(at)
+        u = cotangents(at) if callable(cotangents) else cotangents
         return Record(self, checked, outputs, recording.noted, uses, u, dtype, differentiable, recording.sizes)
 
     def check(self, inputs: Any, where: str = "the inputs") -> Inputs:
@@ -281,25 +281,25 @@ class Tangent:
     def records(
         self,
         inputs: Any,
-        cotangents: AnyCotangents = None,
+        cotangents: Cotangents = EVERY_OUTPUT,
         dtype: torch.dtype | None = None,
         reading: Reading = READING,
     ) -> Iterator[tuple[slice, Record]]:
-        """Yields records of consecutive chunks of samples that fit the memory budget. Arguments are as in `record`.
+        """Yields records of consecutive chunks of samples that fit the memory budget.
 
         - Outputs (B, C): a record has outputs (B, C), and the slices count samples.
         - With positions, if the treated layer gives the outputs: (N, C), and the slices count positions of all samples.
-        - With positions, and None or other cotangents that are the same at each position: (B, C) at one position; the
-          slices count positions, with step T.
+        - With positions, and cotangents that are the same at each position: (B, C) at one position; the slices count
+          positions, with step T.
         - With positions, and other cotangents: (B, T C), and the slices count samples.
 
         Args:
             inputs: B samples, checked or not.
-            cotangents: as in `record`; a tensor cannot be cut along.
+            cotangents: of each sample.
             dtype: dtype of the contractions.
             reading: memory that the caller needs, and positions that it reads. Slices count only `recorded` positions.
         """
-        cotangents, dtype, positions = as_cotangents(cotangents, self.outputs), dtype or self.dtype, self.positions
+        dtype, positions = dtype or self.dtype, self.positions
         if positions.rows_are_positions:
             yield from records_of_positions(self, self.check(inputs), cotangents, dtype, reading)
             return

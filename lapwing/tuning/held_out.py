@@ -17,7 +17,7 @@ from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
 from ..likelihoods.gaussian import ROUNDING
-from ..likelihoods.targets import any_counts, no_targets_error
+from ..likelihoods.targets import no_targets_error
 from ..linalg import doubled
 from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
@@ -26,7 +26,7 @@ from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
-from ..tangent import RandomCotangents, Reading, Record, Tangent
+from ..tangent import EVERY_OUTPUT, Cotangents, RandomCotangents, Reading, Record, Tangent
 from .search import evenly
 
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
@@ -124,7 +124,8 @@ class _ScoreTable:
             link, many = likelihood.tuning_link, len(latents)
             latents = [Latent.concatenate(latents) if many > 1 else latents[0]]
         counted = likelihood.labelled(labels)
-        self.known = self.known or any_counts(labels, counted)
+        share = likelihood.known_share(labels, counted)
+        self.known = self.known or share is None or bool(share.any())
         rows = slice(None) if counted is None else counted
         outputs, labels = outputs.repeat(many, 1), labels.repeat(many, *[1] * (labels.ndim - 1))
         likelihoods = [likelihood.with_noise_variance(noise) for noise in self._noises] or [likelihood]
@@ -164,7 +165,7 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
-            share = likelihood.known_share(labels) if counted is None else counted
+            share = likelihood.known_share(labels, counted)
             certain = likelihood.predict(without_spread(mean), likelihood.tuning_link).log_prob(labels)
             every = torch.ones_like(certain) if weights is None else weights.to(certain)
             count += float((every if share is None else every * share.to(every)).sum())
@@ -228,7 +229,7 @@ def candidate_latents(
     reads = reads or first.likelihood.reads(tangent.outputs)
     groups = _contraction_groups(posteriors, candidates)
     scratch = _numbers_per_sample(tangent, groups, latents_in_memory, reads)
-    probes = _probes(tangent, reads) if has_prior(first.covariance) else None
+    probes = _probes(tangent, reads) if has_prior(first.covariance) else EVERY_OUTPUT
     variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     reading = Reading(scratch, max_positions=SOME_POSITIONS, variances_only=variances_only)
     with torch.no_grad():
@@ -240,7 +241,7 @@ def candidate_latents(
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
                 for group in groups:
-                    latents = _latents(record, list(group.values()), reads, probes is not None)
+                    latents = _latents(record, list(group.values()), reads, probes is not EVERY_OUTPUT)
                     for (place, candidate), latent in zip(group.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
 
@@ -340,13 +341,15 @@ def _numbers_per_sample(
     return one + len(every) * (widest + marginal) + 4 * latents_in_memory * latent
 
 
-def _probes(tangent: Tangent, reads: Reads) -> RandomCotangents | None:
+def _probes(tangent: Tangent, reads: Reads) -> Cotangents:
     """Returns random combinations that estimate the mean variance of the outputs of an input, or of a position.
 
-    Returns None if few outputs need a backward pass each, or if more than their mean variance is read.
+    Returns the outputs themselves if they are few, or if more than their mean variance is read.
     """
     few = tangent.width <= EXACT_OUTPUTS or tangent.outputs <= PROBES
-    return None if few or tangent.treats_output_alone or reads != "scale" else RandomCotangents(tangent.outputs, PROBES)
+    if few or tangent.treats_output_alone or reads != "scale":
+        return EVERY_OUTPUT
+    return RandomCotangents(tangent.outputs, PROBES)
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:

@@ -13,10 +13,9 @@ from torch import Tensor
 from ..covariance import has_positions, is_selected
 from ..data import batches
 from ..data.data import Data
-from ..display import warns_once
 from ..errors import LapwingError, check_choice, is_one_of
 from ..likelihoods import LaplaceBridge, Link, apply_weights
-from ..likelihoods.targets import any_counts, no_targets_error
+from ..likelihoods.targets import no_targets_error
 from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
@@ -30,7 +29,6 @@ from .search import golden_section, pull
 log = logging.getLogger("lapwing")
 
 
-@warns_once
 @outside_modes
 def scale_factor(
     posterior: Posterior,
@@ -240,7 +238,8 @@ def _latents(
             )
         latent = latent.compact(expected or posterior.likelihood.reads_covariance(chosen))
         kept.append((latent, targets.to(latent.mean.device), features, weights))
-        any_known = any_known or any_counts(targets, posterior.likelihood.labelled(targets))
+        share = posterior.likelihood.known_share(targets, posterior.likelihood.labelled(targets))
+        any_known = any_known or share is None or bool(share.any())
     if not any_known:
         raise no_targets_error("held-out targets")
     return kept, count

@@ -270,3 +270,12 @@ def test_a_censored_head_keeps_the_noise_of_highest_likelihood(df):
                    forward=lambda model, x: model(x)[:, 3:])  # fmt: skip
     assert found.likelihood.likelihoods["time"] == alone.likelihood
     assert found.predict(X)["time"].log_prob(ends).isfinite().all()
+
+
+def test_missing_targets_do_not_count():
+    kind, box = Y["kind"].double(), Y["box"].clone()
+    kind[:6], box[3:9] = torch.nan, torch.nan  # of three rows all three targets are missing
+    posterior = fitted(network(), {"kind": kind, "box": box})
+    assert float(posterior.statistics["weight"]) == pytest.approx(30 - (6 + 12) / 3)
+    with pytest.raises(lw.LapwingError, match="None of the labels counts"):
+        fitted(network(), {"kind": kind * torch.nan, "box": box * torch.nan})

@@ -24,6 +24,7 @@ from lapwing.methods import Batch, FitResult, IteratePass, Passes, Problem, Samp
 from lapwing.network.eager import LOCK
 from lapwing.network.generic import jvp
 from lapwing.tangent import Tangent
+from lapwing.tangent.cotangents import ComputedCotangents
 from tests.conformance import jacobian, pack
 from tests.likelihoods.test_likelihoods import Counts
 from tests.zoo import ZOO
@@ -222,7 +223,7 @@ class HutchinsonSteps(IteratePass[SquaredSum]):
             drawn = torch.randint(2, (len(outputs), columns.shape[-1], 1), generator=generator).to(columns) * 2 - 1
             return columns @ drawn  # (B, C, 1)
 
-        for _, record in batch.records(signs):
+        for _, record in batch.records(ComputedCotangents(signs, batch.tangent.outputs)):
             state.diagonal += record.rows().square().sum((0, 1))
         state.samples += len(batch.targets)
 

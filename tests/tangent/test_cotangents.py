@@ -1,4 +1,4 @@
-"""Cotangents: a tensor, a function and None give the records that the dense Jacobian gives."""
+"""Cotangents: a tensor, a function and the outputs themselves give the records that the dense Jacobian gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lapwing.data.inputs import Inputs
 from lapwing.methods import Batch
-from lapwing.tangent import AnyCotangents, Cotangents, Reading, as_cotangents
+from lapwing.tangent import EVERY_OUTPUT, Cotangents, Reading
+from lapwing.tangent.cotangents import ComputedCotangents, GivenCotangents
 from tests.conformance import Setup, close, setup
 
 
@@ -23,17 +24,25 @@ class Squared(Cotangents):
         return outputs.square()[..., None]
 
 
-KINDS = ("tensor", "function", "class", "none")
+KINDS = ("tensor", "function", "class", "every output")
 
 
-def cotangents_of(kind: str, problem: Setup) -> tuple[AnyCotangents, Tensor]:
+def cotangents_of(kind: str, problem: Setup) -> tuple[Cotangents, Tensor]:
     """Returns cotangents of the samples of a problem, and their values (B, C, R)."""
     f = problem.f
-    if kind == "none":
-        return None, torch.eye(f.shape[1], dtype=f.dtype).expand(len(f), -1, -1)
+    if kind == "every output":
+        return EVERY_OUTPUT, torch.eye(f.shape[1], dtype=f.dtype).expand(len(f), -1, -1)
     squared = f.square()[..., None]
-    given = {"tensor": squared, "function": lambda outputs: outputs.square()[..., None], "class": Squared()}
-    return given[kind], squared
+    of_function = ComputedCotangents(Squared(), f.shape[1])
+    return {"tensor": GivenCotangents(squared), "function": of_function, "class": Squared()}[kind], squared
+
+
+def test_a_record_takes_a_tensor_a_function_or_none():
+    problem = setup("mlp")
+    squared = problem.f.square()[..., None]
+    for given in (squared, lambda outputs: outputs.square()[..., None]):
+        close(problem.tangent.record(problem.x, given).rows(), squared.mT @ problem.J)
+    close(problem.tangent.record(problem.x).rows(), problem.J)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +58,7 @@ def test_every_kind_gives_its_rows(kind):
     weights = torch.rand(len(problem.x), dtype=u.dtype) + 0.5
     batch = Batch(tangent, Inputs(problem.x), problem.y, 0, weights=weights)
     ((_, record),) = batch.records(given)
-    roots = torch.ones_like(weights) if kind == "none" else weights.sqrt()  # there is no Λ if no cotangents are given
+    roots = torch.ones_like(weights) if kind == "every output" else weights.sqrt()  # for the outputs there is no Λ
     close(record.rows(), wanted * roots[:, None, None])
 
 
@@ -61,7 +70,7 @@ def test_only_the_columns_and_the_scratch_shorten_chunks():
     lengths = {kind: part[0][0].stop for kind, part in chunks.items()}
     assert lengths == {
         "class": tangent.chunk_length(1),
-        "function": tangent.chunk_length(as_cotangents(torch.square, tangent.outputs).columns),
+        "function": tangent.chunk_length(tangent.outputs),
     }
     assert lengths["class"] == 4 > lengths["function"]
     assert next(rows.stop for rows, _ in tangent.records(problem.x, Squared(), reading=Reading(tangent.memory))) == 1

@@ -12,7 +12,8 @@ from lapwing.data import nesting
 from lapwing.data.inputs import Inputs
 from lapwing.likelihoods import Categorical
 from lapwing.methods.valla.inducing import DrawnOnce, kernel
-from lapwing.tangent import Anchors, Cotangents, as_cotangents
+from lapwing.tangent import Anchors, Cotangents
+from lapwing.tangent.cotangents import ComputedCotangents
 from tests import oracle
 from tests.conformance import Setup, close, jacobian, setup
 from tests.tangent.test_anchors import diagonal, narrow, weights
@@ -104,7 +105,7 @@ def test_cotangents_are_those_of_the_root():
     anchors = points(problem)
     root = problem.likelihood.fisher_root(problem.f)
     rows = jacobian(problem.model, anchors.inputs[0].value, problem.blocks)[anchors.samples, anchors.outputs]
-    roots = as_cotangents(Categorical().fisher_root, problem.tangent.outputs)
+    roots = ComputedCotangents(Categorical().fisher_root, problem.tangent.outputs)
     found = kernel(anchors, dict.fromkeys(weights(problem), 1.0), problem.x, roots)
     close(found.cross, root.mT @ problem.J @ rows.T)
     close(found.within, root.mT @ problem.J @ problem.J.mT @ root)

@@ -105,7 +105,6 @@ class SampledLLA(Method):
             check_within(self.solver.preconditioner, "preconditioner", tangent, likelihood)
 
     def passes(self, problem: Problem) -> Passes:
-        self.check(problem.tangent, problem.likelihood)
         problem.tangent.require(self._need(problem.tangent))
         system, start, products = yield from self._system((yield from with_seen(problem)))
         problem = system.problem

@@ -123,7 +123,7 @@ def _batch_chunks(tangent: Tangent, inputs: Inputs, cotangents: Cotangents, scra
 
 def _position_chunks(tangent: Tangent, inputs: Inputs, picked: PickedPositions, scratch: int) -> _Chunks:
     """Cuts picked positions of which each is a sample; their records are small enough to keep."""
-    records = tangent.records(inputs, None, torch.float64, Reading(tangent.outputs * scratch, picked.mask))
+    records = tangent.records(inputs, EVERY_OUTPUT, torch.float64, Reading(tangent.outputs * scratch, picked.mask))
     return [(rows, lambda record=record: record) for rows, record in records]  # type: ignore[misc]
 
 
