@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..covariance import has_prior
 from ..network.entry import outside_modes
@@ -16,11 +15,11 @@ from .evidence import Evidence
 from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
+from .right_spread import cost_of_right_spread
 from .search import crossing, evenly
 
 log = logging.getLogger("lapwing")
 
-MIN_COST = 0.005  # nats per training sample that the spread may cost in any case
 CERTAIN_NLL = 0.05  # nats per training sample below which the training labels show little about the calibration
 
 
@@ -33,9 +32,15 @@ class BoundedEvidence(Tuning):
     with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most b per sample.
 
     b is the cost of a right spread in a linear regression with as many effective dimensions,
-    `b = K/2 [log(1+h) - h(1-h)/(1+h)]`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N samples
-    or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. It is at least 0.005. Blocks
-    with a diagonal curvature do not count in γ, since they count more dimensions than there are.
+    `b = K/2 [log(1+h) - h(1-h)/(1+h)] - p`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N
+    samples or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. p is what the
+    network has paid for doubt already: the nats per training sample that logits times the best number, at least 1,
+    would save. b is at least 0.005.
+
+    All trained weights count in γ, since all were fitted to the labels: by KFAC on the samples that are read, if the
+    method treats only some of them. Freeze the weights that other data trained (`requires_grad`). Of more than a
+    million weights, or if the backward passes take too long, only the treated ones count, and p is 0. Blocks with a
+    diagonal curvature do not count, since they count more dimensions than there are.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
     Jensen's inequality a right spread costs no more.
@@ -64,7 +69,8 @@ class BoundedEvidence(Tuning):
         LapwingError: if a number is out of range, or the loader has no samples.
 
     Cost: for classifiers the cost of the evidence, and one pass over `samples` samples, which are contracted once; the
-    candidates cost almost nothing with the default probit link. If more than 1 000 outputs of an input need a backward
+    candidates cost almost nothing with the default probit link. C backward passes of these samples, if the method
+    leaves out some trained weights. If more than 1 000 outputs of an input need a backward
     pass each, 4 random combinations at a position estimate their mean variance. For regressions: a kernel of at most
     2 000 rows over all trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of
     the samples; and for the noise predictions of at most 20 000 samples, or 2 000 for more than 40 000 treated weights.
@@ -108,11 +114,10 @@ class BoundedEvidence(Tuning):
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most b."""
         exponents = evenly(0.0, self.decades, self.points)
-        parts = evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior)
+        parts = list(evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior))
         costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
-        rows = max(1.0, float(posterior.statistics["weight"]))
-        _warn_of_certainty(posterior, rows)
-        bound = _cost_of_right_spread(posterior, rows) if self.nats is None else self.nats
+        _warn_of_certainty(posterior)
+        bound = cost_of_right_spread(posterior, parts) if self.nats is None else self.nats
         exponent = crossing(exponents, costs, bound)
         if exponent == 0:
             return posterior
@@ -131,27 +136,11 @@ class BoundedEvidence(Tuning):
         return raised
 
 
-def _cost_of_right_spread(posterior: Posterior, rows: float) -> float:
-    """Returns the bound b for training rows, which are samples or positions that count, by their weights."""
-    covariance: Any = posterior.covariance
-    rows *= posterior.data_factor / posterior.temperature  # N
-    dimension = covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
-    share, outputs = float(dimension.sum()) / rows, posterior.tangent.outputs  # γ/N, C
-    if not posterior.likelihood.classifies(outputs):
-        return max(MIN_COST, share / 2)
-    share = float((dimension * dimension.new_tensor(covariance.correlated)).sum()) / rows
-    # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
-    # of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
-    # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).
-    outputs -= posterior.likelihood.activation == "softmax"
-    h = min(1.0, share / outputs)
-    return max(MIN_COST, outputs / 2 * (math.log1p(h) - h * (1 - h) / (1 + h)))
-
-
-def _warn_of_certainty(posterior: Posterior, rows: float) -> None:
+def _warn_of_certainty(posterior: Posterior) -> None:
     """Warns if the NLL of training labels is small."""
     likelihood, model = posterior.likelihood, posterior.tangent.model
     labels = likelihood.classifies(posterior.tangent.outputs) or likelihood.activation is not None
+    rows = max(1.0, float(posterior.statistics["weight"]))
     nll = -float(likelihood.log_likelihood(posterior.statistics)) / rows
     if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
         log.warning(

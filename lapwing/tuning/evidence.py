@@ -83,7 +83,7 @@ class Evidence(Tuning):
     def _tuned(self, posterior: Posterior) -> Posterior:
         if not has_prior(posterior.covariance):
             return posterior
-        precision, noise = _maximum(posterior, self.per_layer)
+        precision, noise = maximum(posterior, self.per_layer)
         lowest, highest = _decades(noise)
         ends = [] if posterior.prior.fixed else [round(math.log10(delta), 3) for delta in precision.tolist()]
         if any(end <= lowest or end >= highest for end in ends):
@@ -107,7 +107,7 @@ def _value(posterior: Posterior) -> float:
     return float(posterior.log_evidence(posterior.prior.precision, posterior.noise_variance))
 
 
-def _maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None]:
+def maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None]:
     """Returns the δ (n_blocks,) and σ² of highest log evidence; values that the user gave are kept.
 
     If only one δ is open, it is found by golden sections: values cost less than gradients. Otherwise a grid over one δ,

@@ -54,7 +54,7 @@ def leave_one_out(
     parts = [part for part in parts if part.count]
     samples = sum(part.count for part in parts)
     try:
-        tangent = _trained(posterior, parts[0].inputs, samples)
+        tangent = trained(posterior, parts[0].inputs, samples, MAX_MULTIPLY_ADDS)
         if tangent is not None:
             return _left_out(posterior, tangent, parts, size or samples, residual)
     except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
@@ -84,25 +84,31 @@ def _left_out(
     return result
 
 
-def _trained(posterior: Posterior, inputs: Inputs, samples: int) -> Tangent | None:
-    """Returns the tangent of all trained weights, or None if the posterior treats all of them or there are too many."""
+def untreated(tangent: Tangent) -> dict[str, int]:
+    """Returns the trained parameters that a tangent leaves out, and the numbers of their weights."""
+    named = parameters_of(tangent.model).items()
+    left = {name: value for name, value in named if value.requires_grad and name not in tangent.parameters}
+    return {name: value.numel() for name, value in left.items() if value.is_floating_point()}
+
+
+def trained(posterior: Posterior, inputs: Inputs, rows: int, most: int) -> Tangent | None:
+    """Returns the tangent of all trained weights, or None if the posterior treats all of them or there are too many.
+
+    Too many are more than `MAX_WEIGHTS`, or more than `most` multiply-adds for this number of rows of the Jacobian.
+    """
     tangent = posterior.tangent
-    treated = {name for block in tangent.blocks for name in block.parameters}
-    untreated = {
-        name: value.numel()
-        for name, value in parameters_of(tangent.model).items()
-        if value.requires_grad and name not in treated and value.is_floating_point()
-    }
-    if not untreated:
+    left = untreated(tangent)
+    if not left:
         return None
-    names = treated | untreated.keys()
-    if tangent.size + sum(untreated.values()) <= MAX_WEIGHTS:
-        whole = Tangent.survey(tangent.call, inputs, lambda name, _: name in names, memory=tangent.memory, warn=False)
+    names = tangent.parameters.keys() | left.keys()
+    if tangent.size + sum(left.values()) <= MAX_WEIGHTS:
+        call = replace(tangent.call, activation=posterior.likelihood.activation, looks=True)
+        whole = Tangent.survey(call, inputs, lambda name, _: name in names, memory=tangent.memory, warn=False)
         plan = whole.plan
-        if plan.explicit_size <= MAX_EXPLICIT_WEIGHTS and samples * plan.work(whole.blocks) <= MAX_MULTIPLY_ADDS:
+        if plan.explicit_size <= MAX_EXPLICIT_WEIGHTS and rows * plan.work(whole.blocks) <= most:
             return whole
     log.info(
-        "%s has too many trained weights to use all of them: only those that %s treats count for the noise variance",
+        "%s has too many trained weights to use all of them: only those that %s treats count for the width",
         type(tangent.model).__name__, posterior.method,
     )  # fmt: skip
     return None

@@ -6,16 +6,17 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributions import MultivariateNormal, Normal
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import lapwing as lw
 from lapwing.data.inputs import Inputs, Samples
-from lapwing.tuning import BoundedEvidence, Training, bounded_evidence
+from lapwing.tuning import BoundedEvidence, Training, bounded_evidence, right_spread
 from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.held_out import spread_costs
@@ -178,18 +179,66 @@ def bounds(monkeypatch):
     return found
 
 
+def cost_at(leverage, outputs):
+    """What a right spread costs in a linear regression: `log N(e; 0, 1) - log N(e; 0, 1 + h)` at E[e²] = 1 - h."""
+    residual = torch.tensor([-1.0, 1.0], dtype=torch.float64) * (1 - leverage) ** 0.5
+    own, spread = (Normal(0.0, (1 + variance) ** 0.5).log_prob(residual).mean() for variance in (0, leverage))
+    return float(own - spread) * outputs
+
+
+def paid(f, y, loss):
+    """The training loss that larger logits would save."""
+    scales = torch.logspace(0, 1, 2001, dtype=torch.float64)
+    losses = [float(loss(scale * f, y)) / len(f) for scale in scales]
+    return losses[0] - min(losses)
+
+
 @pytest.mark.parametrize("likelihood", ["categorical", lw.Bernoulli()], ids=str)
 def test_classes_may_cost_what_a_right_spread_costs_in_a_linear_regression(likelihood, bounds):
     model, loader = memorised(classes=4)
     data = [(x, y if likelihood == "categorical" else nn.functional.one_hot(y, 4).double()) for x, y in loader]
     posterior = lw.fit(model, data, lw.Full(), likelihood=likelihood)
     dense, delta = posterior.covariance.to_dense(), posterior.prior_precision
-    outputs = 3 if likelihood == "categorical" else 4
+    outputs, loss = (3, cross_entropy) if likelihood == "categorical" else (4, binary_cross_entropy_with_logits)
     leverage = float((1 - delta * dense.diagonal()).sum()) / 40 / outputs
-    residual = torch.tensor([-1.0, 1.0], dtype=torch.float64) * (1 - leverage) ** 0.5
-    own, spread = (Normal(0.0, (1 + variance) ** 0.5).log_prob(residual).mean() for variance in (0, leverage))
-    assert bounds == [pytest.approx(float(own - spread) * outputs, rel=1e-6)]
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    saved = paid(model(x).detach(), y, partial(loss, reduction="sum"))
+    assert saved > 0.001 or likelihood != "categorical"
+    assert bounds == [pytest.approx(cost_at(leverage, outputs) - saved, rel=1e-4)]
     assert bounds[0] > 0.01
+
+
+@pytest.mark.parametrize("method", [None, lw.Diagonal(), lw.Full()], ids=repr)
+def test_the_last_layer_may_cost_what_all_weights_cost(method, bounds):
+    """They were fitted to the labels together."""
+    model, loader = memorised()
+    lw.fit(model, loader, method, params=lw.last_layer)
+    lw.fit(model, loader, lw.KFAC())
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)  # trained on other labels
+    lw.fit(model, loader, lw.Full(), params=lw.last_layer)
+    assert bounds[2] < bounds[0] / 2
+
+
+def test_samples_that_are_read_stand_for_all(bounds):
+    """KFAC of the weights that are not treated is fitted to few samples, whose number does not matter."""
+    model, loader = memorised()
+    for samples in (120, 40):
+        lw.fit(model, loader * 3, params=lw.last_layer, tune=BoundedEvidence(samples=samples))
+    assert bounds[0] == pytest.approx(bounds[1], rel=0.2)
+    lw.fit(model, loader, params=lw.last_layer, data_size=120)
+    assert bounds[0] == pytest.approx(bounds[2], rel=1e-6)
+
+
+def test_all_weights_do_not_count_if_they_are_too_many(bounds, monkeypatch):
+    model, loader = memorised()
+    posterior = lw.fit(model, loader, params=lw.last_layer, tune=lw.Evidence())
+    precision, scale = posterior.prior.precision, posterior.scale.of_curvature
+    leverage = float(posterior.covariance.effective_dimension(precision, scale).sum()) / 40 / 2
+    monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 1)
+    lw.fit(model, loader, params=lw.last_layer)
+    assert bounds == [pytest.approx(cost_at(leverage, 2), rel=1e-6)]
 
 
 def test_a_bound_of_many_samples_or_of_a_diagonal_is_a_two_hundredth_of_a_nat(bounds):
@@ -242,7 +291,7 @@ def test_missing_answers_do_not_change_the_bound():
 
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
 def test_a_position_counts_as_a_sample(likelihood, bounds, monkeypatch):
-    monkeypatch.setattr(bounded_evidence, "MIN_COST", 0.0)
+    monkeypatch.setattr(right_spread, "MIN_COST", 0.0)
     torch.manual_seed(0)
     outputs = {"heteroscedastic": 2, "categorical": 3}.get(likelihood.name, 1)
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()

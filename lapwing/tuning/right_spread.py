@@ -1,0 +1,94 @@
+"""The cost that a right spread has on the training data, which bounds the spread of `BoundedEvidence`."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..data.inputs import Samples
+from ..errors import LapwingError
+from ..methods import KFAC, Batch, DataSummary, FisherRoot, Problem
+from ..methods.prior import Prior
+from ..posterior import Posterior
+from .evidence import maximum
+from .leave_one_out import trained, untreated
+from .search import golden_section
+
+log = logging.getLogger("lapwing")
+
+MIN_COST = 0.005  # nats per training sample that the spread may cost in any case
+KFAC_MULTIPLY_ADDS = 2**36  # maximum multiply-adds of the backward passes that count all weights: a few seconds
+
+
+def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> float:
+    """Returns the bound b of `BoundedEvidence`, in nats per training sample, from a posterior at its evidence."""
+    likelihood, outputs = posterior.likelihood, posterior.tangent.outputs
+    if not likelihood.classifies(outputs):
+        return max(MIN_COST, float(_shares(posterior).sum()) / 2)
+    whole = _of_all_weights(posterior, parts) if untreated(posterior.tangent) else posterior
+    counted = posterior if whole is None else whole
+    shares, covariance = _shares(counted), cast(Any, counted.covariance)
+    share = float((shares * shares.new_tensor(covariance.correlated)).sum())
+    # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
+    # of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
+    # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).
+    outputs -= likelihood.activation == "softmax"
+    h = min(1.0, share / outputs)
+    cost = outputs / 2 * (math.log1p(h) - h * (1 - h) / (1 + h))
+    return max(MIN_COST, cost if whole is None else cost - _paid(posterior, parts))
+
+
+def _shares(posterior: Posterior) -> Tensor:
+    """Returns γ/N of each block (n_blocks,); N counts training samples, or positions that count, by their weights."""
+    covariance: Any = posterior.covariance
+    rows = max(1.0, float(posterior.statistics["weight"])) * posterior.data_factor / posterior.temperature
+    return covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature) / rows
+
+
+def _of_all_weights(posterior: Posterior, parts: Sequence[Samples]) -> Posterior | None:
+    """Returns KFAC over all trained weights at its evidence, by some training samples; None if that is too much.
+
+    The labels were fitted by all weights, also by those that the posterior does not treat.
+    """
+    rows, likelihood = sum(part.count for part in parts) * posterior.tangent.width, posterior.likelihood
+    try:
+        tangent = trained(posterior, parts[0].inputs, rows, KFAC_MULTIPLY_ADDS)
+        if tangent is None:
+            return None
+        prior = Prior.read(tangent, None)
+        problem = Problem(tangent, likelihood, FisherRoot.of(tangent, likelihood, 0), prior, False, 0)
+        step: Any = next(KFAC().passes(problem))
+        state, summary = step.init(), DataSummary()
+        with torch.no_grad():
+            for samples in parts:
+                batch = Batch.of(tangent, samples, likelihood.labelled(samples.targets), likelihood=likelihood)
+                step.update(state, batch)
+                summary.add(likelihood, **batch.rows())
+        whole = replace(
+            posterior, tangent=tangent, covariance=step.finish(state), prior=prior, statistics=summary.statistics,
+            samples=summary.samples, data_factor=posterior.data_factor * posterior.samples / summary.samples,
+        )  # fmt: skip
+        return whole.at(*maximum(whole, per_layer=False))
+    except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
+        log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
+        return None
+
+
+def _paid(posterior: Posterior, parts: Sequence[Samples]) -> float:
+    """Returns the nats per training sample that larger logits would save: the network has paid these for its doubt."""
+    likelihood = posterior.likelihood.plain
+    rows = [Batch.of(posterior.tangent, one, likelihood.labelled(one.targets)).rows() for one in parts]
+
+    def fit(log10: float) -> float:
+        summary = DataSummary()
+        for one in rows:
+            summary.add(likelihood, **{**one, "outputs": one["outputs"] * 10**log10})
+        return float(summary.statistics["log_likelihood"]) / max(1.0, float(summary.statistics["weight"]))
+
+    return fit(golden_section(fit, 0.0, 1.0, 11)) - fit(0.0)
