@@ -38,9 +38,9 @@ class BoundedEvidence(Tuning):
     would save. b is at least 0.005.
 
     All trained weights count in γ, since all were fitted to the labels: by KFAC on the samples that are read, if the
-    method treats only some of them. Freeze the weights that other data trained (`requires_grad`). Of more than a
-    million weights, or if the backward passes take too long, only the treated ones count, and p is 0. Blocks with a
-    diagonal curvature do not count, since they count more dimensions than there are.
+    method treats only some of them. Freeze the weights that other data trained (`requires_grad`). Only the treated
+    ones count, and p is 0, if there are more than a million weights, if the backward passes take too long, and if the
+    outputs are not logits. Blocks with a diagonal curvature do not count: they count more dimensions than there are.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
     Jensen's inequality a right spread costs no more.

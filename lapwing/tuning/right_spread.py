@@ -31,7 +31,11 @@ def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> floa
     likelihood, outputs = posterior.likelihood, posterior.tangent.outputs
     if not likelihood.classifies(outputs):
         return max(MIN_COST, float(_shares(posterior).sum()) / 2)
-    whole = _of_all_weights(posterior, parts) if untreated(posterior.tangent) else posterior
+    whole: Posterior | None = posterior
+    if likelihood.activation is None:  # outputs that are no logits, times a number, mean something else
+        whole = None
+    elif untreated(posterior.tangent):
+        whole = _of_all_weights(posterior, parts)
     counted = posterior if whole is None else whole
     shares, covariance = _shares(counted), cast(Any, counted.covariance)
     share = float((shares * shares.new_tensor(covariance.correlated)).sum())

@@ -231,14 +231,18 @@ def test_samples_that_are_read_stand_for_all(bounds):
     assert bounds[0] == pytest.approx(bounds[2], rel=1e-6)
 
 
-def test_all_weights_do_not_count_if_they_are_too_many(bounds, monkeypatch):
+@pytest.mark.parametrize("likelihood", [lw.Categorical(), lw.Ordinal()], ids=repr)
+def test_all_weights_do_not_count_if_they_are_too_many_or_outputs_are_not_logits(likelihood, bounds, monkeypatch):
     model, loader = memorised()
-    posterior = lw.fit(model, loader, params=lw.last_layer, tune=lw.Evidence())
+    logits = likelihood.activation is not None
+    options = {"params": lw.last_layer, "likelihood": likelihood}
+    posterior = lw.fit(model, loader, **options, tune=lw.Evidence())
     precision, scale = posterior.prior.precision, posterior.scale.of_curvature
-    leverage = float(posterior.covariance.effective_dimension(precision, scale).sum()) / 40 / 2
-    monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 1)
-    lw.fit(model, loader, params=lw.last_layer)
-    assert bounds == [pytest.approx(cost_at(leverage, 2), rel=1e-6)]
+    outputs = 3 - logits
+    leverage = float(posterior.covariance.effective_dimension(precision, scale).sum()) / 40 / outputs
+    monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 1 if logits else 2**40)
+    lw.fit(model, loader, **options)
+    assert bounds == [pytest.approx(max(0.005, cost_at(leverage, outputs)), rel=1e-6)]
 
 
 def test_a_bound_of_many_samples_or_of_a_diagonal_is_a_two_hundredth_of_a_nat(bounds):
