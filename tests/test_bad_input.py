@@ -253,7 +253,7 @@ NO_MODULE = "model has the type … torch.nn.Module … Pass the module itself"
 MODES = "1 (BatchNorm1d) … Sequential … training mode … rest of the batch … model.eval()"
 AGAIN = "Net … torch.utils.checkpoint.checkpoint … gradient_checkpointing_disable() … lw.last_layer"
 TWO_COPIES = "on the same batch … differ … eval() … noise … self.training"
-JOIN = "numbers of samples, [(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: model(*join("
+JOIN = "numbers of samples, [(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: model(join("
 DENSE = "x.to_dense()"
 WAY = "not a way … Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or lw.Streamlined()"
 
@@ -322,9 +322,14 @@ REFUSED = [
     (lambda: fit([(X, HOLES)], likelihood="poisson"), "Drop those rows … since this likelihood accepts no missing"),
     (lambda: fit([(X, REAL.abs().round())], likelihood="poisson").predict(X).log_prob(HOLES),
      "Drop those rows … since this likelihood accepts no missing"),
+    # networks that cannot be called
+    (lambda: fit(model=nn.ModuleDict({"net": nn.Linear(4, 3)})), "ModuleDict has no forward() … forward="),
+    (lambda: fit(model=linear(lambda layer, x: (layer(x), x))),
+     "model(inputs)[0] to return one, if the targets belong to it, and not to [1]"),
     # range, shape, dtype and device
     (lambda: fit([(X, Y), (X, changed(Y, 2, 3))]), "0 to 2 … (8, 3) … 1 of 8 … index 2: 3 … Linear(features, 4)"),
     (lambda: fit([(X, Y - 1)]), "0 to 2 … index 0: -1 … keep"),
+    (lambda: fit(list(zip(X, Y, strict=True))), "no dimensions … a list of samples as … DataLoader(samples, "),
     (lambda: mode([(X, Y + 5)]), "0 to 2 … of shape (8,)"),
     (lambda: predict(X).log_prob(Y + 5), "0 to 2"),
     (lambda: fit([(X, Y), (X[:, :3], Y)]), NARROW),

@@ -20,7 +20,7 @@ LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 JOINED = (
     "If samples have sizes of their own (lists of tensors, packed sequences, bags, graphs), let the loader yield the "
     "numbers of samples, [(torch.arange(len(y)), y)], and pass forward=lambda model, numbers: "
-    "model(*join(numbers.tolist())), where your join(...) makes such a batch of them."
+    "model(join(numbers.tolist())), where your join(...) makes such a batch of them."
 )
 """Remedy if the first dimension of the inputs does not hold the samples."""
 

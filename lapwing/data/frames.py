@@ -142,6 +142,8 @@ def _is_map_style(data: Any) -> bool:
         return False
     if isinstance(data, Dataset):
         return type(data).__getitem__ is not Dataset.__getitem__
+    if hasattr(data, "__getitems__"):  # a data set of Hugging Face, which also iterates over its samples
+        return True
     return not (hasattr(data, "__iter__") or isinstance(data, (Tensor, Mapping)))
 
 

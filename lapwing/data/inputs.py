@@ -268,7 +268,10 @@ def _checked_weights(weights: Any, count: int) -> Tensor:
 def _wrong_targets(inputs: Inputs, targets: Tensor) -> LapwingError:
     """Returns the error for targets without rows, or with more rows than there are samples."""
     what = "have more rows than the samples" if targets.ndim else "have no dimensions"
-    line = "Pass one row for each sample in both: a single one as x[None] and y[None]."
+    line = (
+        "Pass one row for each sample in both: a single one as x[None] and y[None], and a list of samples as "
+        "torch.utils.data.DataLoader(samples, batch_size=100)."
+    )
     if any(inputs.shared):
         line = JOINED
     elif targets.ndim and any(leaf.shape[1:2] == targets.shape[:1] for leaf in inputs.tensors):

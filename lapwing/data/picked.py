@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import LapwingError, shown
 from .batches import describe, is_loader
+from .frames import as_loader
 
 Part = str | Sequence[str] | Callable[[Any], Any]
 
@@ -19,7 +20,7 @@ def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
     """Returns a loader of (inputs, targets) for every call that takes one, from a loader of other batches.
 
     Args:
-        loader: a `DataLoader`, a list of batches, or another iterable of batches.
+        loader: a `DataLoader`, a map-style `Dataset`, a list of batches, or another iterable of batches.
         inputs: a key of the batch; several keys, which give a dict for `model(**inputs)`; or a function of the batch.
         targets: the same for the targets; several keys give the dict of `lw.Joint`. None leaves inputs for predictions.
 
@@ -35,6 +36,7 @@ def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
         >>> posterior.predict(lw.batches(loader, inputs="pixels")).probs.shape
         torch.Size([8, 3])
     """
+    loader = as_loader(loader, None)
     if not is_loader(loader):
         raise LapwingError(f"lw.batches needs a loader, an iterable of batches, and got {shown(loader)}. Pass [batch].")
     pick = _Picked(inputs, targets)

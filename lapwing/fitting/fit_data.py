@@ -88,13 +88,17 @@ class FitData:
         if options.data_size is None:
             self.training.warn_of_unseen(self.training.expected_size)
         if options.forward is None and isinstance(self.first.inputs.value, Mapping):
-            _warn_of_own_tokens(self.first.inputs.value, self.first.targets, self.likelihood)
+            _warn_of_own_tokens(self.first, self.likelihood)
 
     def warn_of_samples(self, options: FitOptions, shown: int) -> None:
         """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""
         if options.data_size is None and self.training.expected_size is None:
             self.training.warn_of_unseen(shown)
-        if self.held_out is not None and (share := share_of_known(self.held_out, self.training)):
+        if self.held_out is None:
+            return
+        if options.forward is None and isinstance(self.held_out.first.inputs.value, Mapping):
+            _warn_of_own_tokens(self.held_out.first, self.likelihood)
+        if share := share_of_known(self.held_out, self.training):
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
                 "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
@@ -123,9 +127,9 @@ def _warn_of_few(held_out: Data) -> None:
         )  # fmt: skip
 
 
-def _warn_of_own_tokens(inputs: Mapping[str, Any], targets: Any, likelihood: Likelihood) -> None:
+def _warn_of_own_tokens(samples: Samples, likelihood: Likelihood) -> None:
     """Warns if the labels of a text that count are its own tokens instead of the tokens that follow."""
-    tokens = inputs.get("input_ids")
+    tokens, targets = samples.inputs.value.get("input_ids"), samples.targets
     if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
         return
     counted = likelihood.labelled(targets)
@@ -133,6 +137,6 @@ def _warn_of_own_tokens(inputs: Mapping[str, Any], targets: Any, likelihood: Lik
     if own.any() and (own if counted is None else own[counted]).all():
         log.warning(
             "The labels are the input_ids, so each token is fitted to itself. For a causal language model, which "
-            "predicts the token that follows, write lw.fit(model, NextTokens(loader)) with "
+            "predicts the token that follows, write NextTokens(loader) for training and held-out data, with "
             "lapwing.integrations.huggingface.NextTokens."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,9 @@ NONZERO_ERRORS = 3.0
 
 WORSE = 1.2
 """Mean squared residual, in variances of the targets, above which a network is worse than the mean."""
+
+WORSE_LABELS = 1.5
+"""NLL of training labels, in NLL of equal probabilities, above which they are not the labels of the training."""
 
 READINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "probabilities": (lambda f: f, "model(inputs).logit()"),
@@ -149,6 +153,21 @@ def _is_told(
 def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
     """Whether values (B, C), C > 1, are rows of class probabilities, up to the rounding of a dtype."""
     return values.ndim == 2 and values.shape[1] > 1 and bool(are_class_probabilities(values, dtype).all())
+
+
+def warn_of_other_labels(likelihood: Likelihood, outputs: int, statistics: dict[str, Tensor]) -> None:
+    """Warns if equal probabilities fit the labels much better than the network; `statistics` are of all data."""
+    if likelihood.activation is None or likelihood.plain is not likelihood:  # weights of the loss change its size
+        return
+    softmax = likelihood.activation == "softmax"
+    equal = math.log(outputs) if softmax else outputs * math.log(2)
+    nll = -float(statistics["log_likelihood"]) / max(1.0, float(statistics["weight"]))
+    if nll > WORSE_LABELS * equal > 0:
+        log.warning(
+            "The training labels have an NLL of %.3g under the network, and of %.3g under equal probabilities: they "
+            "are not what it was trained for. Compare y with %s: a loader may number the classes in another order.",
+            nll, equal, "model(x).argmax(1)" if softmax else "model(x) > 0",
+        )  # fmt: skip
 
 
 def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:

@@ -43,8 +43,10 @@ def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, return
     floats = isinstance(out, Tensor) and out.is_floating_point()
     if not floats or not 2 <= out.ndim <= 5 or (len(out) == samples and not out.numel()):
         found = describe(returned)
-        entry = _entry_of_outputs(returned, samples)
+        entry, *others = [*_entries_of_outputs(returned, samples), ""]
         line = f"inputs: {_how_called(inputs, forward, 'inputs')}{entry or '...'} to return one"
+        if len(others) > 1:
+            line += f", if the targets belong to it, and not to {' or '.join(others[:-1][:3])}"
         return CallRefused(
             f"{name} returns {found}, and must return a floating-point tensor of shape (batch, outputs), or with "
             "positions (batch, positions, outputs) or (batch, outputs, rows, columns). Pass forward=lambda model, "
@@ -69,8 +71,8 @@ def of_outputs(model: nn.Module, forward: Forward | None, inputs: Inputs, return
     )
 
 
-def _entry_of_outputs(returned: Any, samples: int) -> str | None:
-    """Returns the code that takes the outputs from what a network returns, such as `[0]`: the first floats (B, ...)."""
+def _entries_of_outputs(returned: Any, samples: int) -> list[str]:
+    """Returns the code that takes floats (B, ...) from what a network returns, such as `[0]`, for each of them."""
     if isinstance(returned, Mapping):
         entries = [(f"[{key!r}]", value) for key, value in returned.items()]
     elif isinstance(returned, (tuple, list)):
@@ -78,12 +80,14 @@ def _entry_of_outputs(returned: Any, samples: int) -> str | None:
     else:
         entries = [(f".{name}", value) for name, value in getattr(returned, "__dict__", {}).items()]
     floats = ((entry, x) for entry, x in entries if isinstance(x, Tensor) and x.is_floating_point() and x.ndim)
-    return next((entry for entry, x in floats if len(x) == samples), None)
+    return [entry for entry, x in floats if len(x) == samples]
 
 
 def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     """Whether an exception of the network is about its arguments, or about their types, shapes, dtypes and indices."""
-    if isinstance(error, (LapwingError, NotImplementedError)) or is_out_of_memory(error):
+    if isinstance(error, NotImplementedError):
+        return 'the required "forward" function' in str(error)
+    if isinstance(error, LapwingError) or is_out_of_memory(error):
         return False
     if isinstance(error, KeyError):
         return isinstance(inputs.value, Mapping) and error.args[0] not in inputs.value
@@ -99,6 +103,11 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
 
 def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> LapwingError:
     """Returns the error for inputs that the network rejects, with the call and the remedy."""
+    if isinstance(error, NotImplementedError):
+        return LapwingError(
+            f"{type(model).__name__} has no forward(). Pass the module that has it, or say how it is called: "
+            "forward=lambda model, inputs: model.network(inputs)."
+        )
     if "numpy() on Tensor" in str(error):
         return LapwingError(
             f"{type(model).__name__} leaves torch in forward(), by numpy(), and gradients cannot follow. Write this "

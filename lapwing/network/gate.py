@@ -62,7 +62,7 @@ def checked_network(model: Any, last_layer: bool = True) -> nn.Module:
         )
     for name, value in named.items():
         sharded = sharded or type(value).__name__ == "DTensor"
-        if sharded or value.is_meta or value.is_inference() or isinstance(value, nn.UninitializedParameter):
+        if isinstance(value, nn.UninitializedParameter) or sharded or value.is_meta or value.is_inference():
             raise _unusable(type(model).__name__, name, value)
     return model
 
@@ -76,10 +76,11 @@ def _no_module(model: Any) -> LapwingError:
 
 def _unusable(model: str, name: str, value: Tensor) -> LapwingError:
     """Returns the error for a network with a parameter without numbers or gradients, or that is sharded."""
-    if value.is_meta or isinstance(value, nn.UninitializedParameter):
+    empty = isinstance(value, nn.UninitializedParameter)
+    if empty or value.is_meta:
         return LapwingError(
             f"The parameter {name} of {model} holds no numbers ("
-            f"{'on the meta device' if value.is_meta else 'not initialised'}). Load trained weights first: "
+            f"{'not initialised' if empty else 'on the meta device'}). Load trained weights first: "
             "model.load_state_dict(torch.load(path), assign=True)."
         )
     if value.is_inference():

@@ -26,6 +26,22 @@ class Stream:
         return iter(NAMED)
 
 
+class Rows:
+    """A map-style data set that also iterates over its samples, as those of Hugging Face do."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+    def __getitem__(self, i: int) -> Any:
+        return ROWS[i]
+
+    def __getitems__(self, places: list[int]) -> list[Any]:
+        return [ROWS[i] for i in places]
+
+
 class Sized(Stream):
     def __len__(self) -> int:
         return len(NAMED)
@@ -41,7 +57,9 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("targets", ["digit", second], ids=["key", "function"])
-@pytest.mark.parametrize("loader", [NAMED, Stream(), DataLoader(ROWS, 8)], ids=["list", "iterable", "DataLoader"])
+@pytest.mark.parametrize(
+    "loader", [NAMED, Stream(), DataLoader(ROWS, 8), Rows()], ids=["list", "iterable", "DataLoader", "data set"]
+)
 def test_a_fit_equals_the_fit_of_pairs(loader: Any, targets: Any) -> None:
     model = network()
     posterior = lw.fit(model, lw.batches(loader, "pixels", targets), lw.Full(), prior_precision=1.0)

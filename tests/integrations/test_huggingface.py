@@ -275,6 +275,11 @@ def test_labels_that_are_the_tokens_themselves_are_warned_of(caplog) -> None:
         lw.fit(deepcopy(model), [{"input_ids": texts, "labels": own}], prior_precision=1.0)
         assert "lapwing.integrations.huggingface.NextTokens" in caplog.text
         caplog.clear()
+    shifted = [*NextTokens([{"input_ids": texts, "labels": labels}])]
+    held_out = [{"input_ids": texts.flip(0), "labels": texts.flip(0)}]
+    lw.fit(deepcopy(model), shifted, validation=held_out, prior_precision=1.0)
+    assert "lapwing.integrations.huggingface.NextTokens" in caplog.text
+    caplog.clear()
     others = labels.clone()
     others[3, 3] = (others[3, 3] + 1) % 7
     for batch in ({"input_ids": texts, "labels": others}, *NextTokens([{"input_ids": texts, "labels": labels}])):

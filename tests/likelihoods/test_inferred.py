@@ -216,3 +216,23 @@ def test_outputs_that_are_no_means_are_warned_of(caplog: pytest.LogCaptureFixtur
             trained.bias.copy_(solution[2:])
         lw.fit(trained, (x, y), tune=None)  # noise, and counts of a network for their means
     assert not caplog.text
+
+
+def test_labels_that_the_network_was_not_trained_for_are_warned_of(caplog):
+    torch.manual_seed(0)
+    x, model = torch.randn(200, 2), nn.Linear(2, 3).eval()
+    lw.fit(model, (x, torch.arange(200) % 3), prior_precision=1.0)  # not trained: about as good as equal probabilities
+    with torch.no_grad():
+        model.weight.mul_(20)
+    logits = model(x).detach()
+    y = logits.argmax(1)
+    answers = logits > 0
+    for labels, likelihood in ((y, None), (answers, "bernoulli")):
+        lw.fit(model, (x, labels), prior_precision=1.0, likelihood=likelihood)
+    assert not caplog.text
+    wrong = ((y + 1) % 3, None, "model(x).argmax(1)"), (~answers, "bernoulli", "model(x) > 0")
+    for labels, likelihood, line in wrong:
+        lw.fit(model, (x, labels), prior_precision=1.0, likelihood=likelihood)
+        assert "equal probabilities" in caplog.text
+        assert line in caplog.text
+        caplog.clear()

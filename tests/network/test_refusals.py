@@ -264,3 +264,8 @@ REFUSED = [
 @each_row(REFUSED)
 def test_a_call_is_refused_in_these_words(call, words):
     refused(call, words)
+
+
+def test_weights_that_are_not_initialised_are_refused():
+    with pytest.raises(lw.LapwingError, match="weight of LazyLinear holds no numbers \\(not initialised\\)"):
+        lw.fit(nn.LazyLinear(3), (torch.randn(8, 4), torch.arange(8) % 3))
