@@ -234,6 +234,38 @@ def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
     assert_same(onnx_outputs(path, x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
 
 
+class MaskedMean(nn.Module):
+    """The mean of embeddings where a mask is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.layer((self.table(tokens) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+def test_a_mask_that_multiplies_in_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    x = {"tokens": torch.randint(9, (5, 6)), "mask": torch.arange(6) < torch.arange(2, 7)[:, None]}
+    data = [{**x, "labels": torch.arange(5) % 3}]
+    posterior = lw.fit(MaskedMean().eval(), data, lw.Diagonal(), params=lw.everything, prior_precision=30.0)
+    predictor = lw.deploy(posterior, x)
+    path = predictor.to_onnx(tmp_path / "network.onnx", x)
+    assert_same(onnx_outputs(path, x), posterior, x, predictor.via, "prediction", 1e-5)
+
+
+@pytest.mark.parametrize("link", [lw.LaplaceBridge(), lw.Probit(scale="class")], ids=repr)
+def test_the_link_that_held_out_data_chose_is_deployed(link: Any) -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+    posterior = lw.fit(model, (x[:40], y[:40]), tune=lw.Validation((x[40:], y[40:]), link=link))
+    predictor = lw.deploy(posterior, x)
+    assert posterior.aim.link == link
+    assert_same(predictor(x), posterior, x, predictor.via, "prediction", 1e-5)
+    assert not torch.allclose(predictor(x), lw.deploy(posterior, x, link=lw.Probit())(x), rtol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [4, 9])
 def test_texts_of_other_lengths(length: int) -> None:
@@ -440,6 +472,7 @@ NOISES: dict[str, dict[str, Any]] = {
     "two outputs": {"outputs": 2, "method": lw.Diagonal()},
     "by the outputs": {"layer": ""},
     "double": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
 }
 
 
@@ -470,15 +503,16 @@ def test_noise_that_depends_on_the_input(case: str) -> None:
     assert predictor.df == (4.0 if tails else None)
     assert predictor.returns == ("mean", "variance", *["df"] * tails)
     exported = torch.export.export(predictor, (inputs(4),), dynamic_shapes=predictor.dynamic_shapes).module()
+    tolerance = 1e-2 if case == "bfloat16" else 1e-6
     noise = posterior.likelihood.input_noise
     far = noise.is_far(features_at(posterior.tangent, noise.layer, Inputs.of(inputs(40))))
     assert 5 < far.sum() < 35
     for size in (*SIZES, 40):
         x = inputs(size)
         for found in (predictor(x), exported(x)):
-            assert_same(found[:2], posterior, x, predictor.via, "prediction", 1e-6)
+            assert_same(found[:2], posterior, x, predictor.via, "prediction", tolerance)
             assert [float(part) for part in found[2:]] == [4.0] * tails
-            assert all(part.shape == () and part.dtype == x.dtype for part in found[2:])
+            assert all(part.shape == () and part.dtype == found[0].dtype for part in found[2:])
     aleatoric = posterior.predict(inputs(40), via=predictor.via).aleatoric_variance
     assert aleatoric.amax() > 5 * aleatoric.amin()
 

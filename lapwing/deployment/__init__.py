@@ -67,7 +67,8 @@ def deploy(
             these, by `key_name`;
             "scores": probabilities (B, C), entropy (B,) and mutual information (B,), for up to 100 classes;
             "latent": means and variances (B, C) of the network's outputs.
-        link: link from logits to probabilities in closed form; None means the likelihood's own.
+        link: link from logits to probabilities in closed form; None means the link that held-out data chose, or else
+            the likelihood's own.
         novelty: detector of `lw.novelty`. Its "novelty" or "p_value" (B,) is the last output. One of a posterior is
             made for the way that is deployed: `lw.novelty(posterior, loader, held_out=held_out, via=way)`.
         data: training or held-out data, (x, y) or a loader, for the factor if the example has fewer than 8 inputs.
@@ -111,6 +112,7 @@ def deploy(
     inputs = Inputs.of(dict(x) if keys else x)
     posterior.latent(inputs.take(slice(0, 2)), via=via)  # raises if the way does not support the inputs
     likelihood, size = posterior.likelihood, posterior.tangent.outputs
+    link = posterior.aim.link if link is None and posterior.aim is not None else link
     doubts = novelty is not None and novelty.posterior is not None
     observe, returns, kinds, df = _observing(likelihood, size, outputs, link, factor, doubts)
     example = inputs.take(slice(0, MIN_LEVEL_INPUTS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -272,9 +273,11 @@ def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> st
 
 def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
     """Returns the name of the last value that equals a tensor, or None: a ReLU may equal its input at the example."""
+    relative = max(1e-3, 4 * torch.finfo(wanted.dtype).eps)
+    close = partial(torch.allclose, rtol=relative, atol=relative / 10)
     for name, value in reversed(list(values.items())):
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
-        if mean is not None and mean.shape == wanted.shape and torch.allclose(mean.to(wanted), wanted, 1e-3, 1e-4):
+        if mean is not None and mean.shape == wanted.shape and close(mean.to(wanted), wanted):
             return name
     return None
 

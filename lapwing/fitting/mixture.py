@@ -128,6 +128,8 @@ def mixture(posteriors: Sequence[Posterior[P]], validation: Any = None) -> Mixtu
             f"The members of lw.mixture have {' and '.join(dict.fromkeys(kinds))}. Fit all of them to the same data, "
             "with likelihood=lw.Categorical(), lw.Bernoulli() or lw.Gaussian(), on one device."
         )
+    for member in posteriors:
+        member._check_network()
     if validation is None:
         return Mixture(tuple(posteriors))
     check_data(validation, "lw.mixture")

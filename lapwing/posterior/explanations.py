@@ -89,7 +89,7 @@ def explained(posterior: Posterior, x: Any, train: Any, novelty: Callable[[Any],
         for part, record in tangent.records(checked, cotangents, dtype, Reading(len(chosen) * copies)):
             if not columns.start:
                 at, places = record.outputs.detach(), tangent.positions.places(record.samples, ())
-                noise.append(noise_of(tangent, posterior.likelihood, at, places, checked.take(part)))
+                noise.append(noise_of(tangent, covariance, posterior.likelihood, at, places, checked.take(part)))
             rows = split_blocks(covariance.blocks, record.rows().detach().flatten(0, 1).to(covariance.dtype))
             products = covariance.mv(rows)
             for name, share in shares.items():

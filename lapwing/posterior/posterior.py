@@ -366,7 +366,8 @@ class Posterior(Displayed, Generic[P]):
                 if `observed` and the likelihood has no noise variance (such as classes) or several outputs per target,
                 or if the weights have changed since the fit.
 
-        Cost: q backward passes and q products with Σ, for any number of rows; memory for q P numbers and one batch.
+        Cost: q backward passes and q products with Σ, for any number of rows; memory for q P numbers and one batch. With
+            `observed` a prediction, if the noise depends on the input.
 
         Source: the delta method; MacKay 1992 for single outputs (A practical Bayesian framework, section 4.1).
 
@@ -463,7 +464,8 @@ class Posterior(Displayed, Generic[P]):
         """Returns the expected fall of the summed variance of the outputs at `targets` if a candidate is labelled.
 
         `tr C_ta (C_aa + Λ⁻¹)⁻¹ C_at`, with the covariance C of the outputs and the Fisher information Λ of a label. For
-        a linearised network with Gaussian noise the fall does not depend on the label, and this is exact.
+        a linearised network with Gaussian noise the fall does not depend on the label, and this is exact. A label has
+        the weight N/(n τ), as each sample of the fit has.
 
         Args:
             candidates: one batch of n inputs that could be labelled.

@@ -26,6 +26,7 @@ from ..network.eager import native, own_parameters, parameters_of
 from ..network.positions import Places
 from ..tangent import MemoryNeed, Tangent, join
 from ..tangent.features import features_at
+from .linearized import default_way
 from .uncertain import gradients, prepared
 
 
@@ -156,7 +157,7 @@ def quantity(
         tangent.require(MemoryNeed("posterior.of", needed, what, instead))
         like: Any = {"dtype": covariance.dtype, "device": covariance.device}
         gradient = gradient or {block.name: torch.zeros(count, block.size, **like) for block in tangent.blocks}
-        errors = _errors(tangent, likelihood, calls)
+        errors = _errors(tangent, covariance, likelihood, calls)
         root = numbers.new_zeros(count, sum(len(std) for _, std in errors), tangent.outputs)  # of the noise
         wanted, depends = [*f.treated.values(), *(rows for rows, *_ in calls)], False
         for i, (found, slopes) in enumerate(gradients(each, wanted, list(f.others.values()))):
@@ -187,7 +188,7 @@ def quantity(
 
 
 def _errors(
-    tangent: Tangent, likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Inputs]]
+    tangent: Tangent, covariance: Covariance, likelihood: Likelihood, calls: Sequence[tuple[Tensor, Places, Inputs]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns the numbers of the measurements (B T,) and their standard deviations (B T, C) at the rows of each call.
 
@@ -200,7 +201,7 @@ def _errors(
         ascending, order = keys.sort(stable=True)
         k = torch.arange(len(keys), device="cpu") - torch.searchsorted(ascending, ascending)
         numbered.append(torch.stack([ascending, k], 1)[order.argsort()])
-        deviations.append(noise_of(tangent, likelihood, rows, places, inputs).sqrt())
+        deviations.append(noise_of(tangent, covariance, likelihood, rows, places, inputs).sqrt())
     if not calls:
         return []
     _, measured = torch.cat(numbered).unique(dim=0, return_inverse=True)
@@ -208,12 +209,20 @@ def _errors(
     return list(zip(parts, deviations, strict=True))
 
 
-def noise_of(tangent: Tangent, likelihood: Likelihood, rows: Tensor, places: Places, inputs: Inputs) -> Tensor:
-    """Returns the variance of y (B T, K) at certain outputs f (B T, C): the noise, or `p (1 - p)` of probabilities."""
+def noise_of(
+    tangent: Tangent, covariance: Covariance, likelihood: Likelihood, rows: Tensor, places: Places, inputs: Inputs
+) -> Tensor:
+    """Returns the variance of y (B T, K) at certain outputs f (B T, C): the noise, or `p (1 - p)` of probabilities.
+
+    Noise that depends on the input grows with the variance of f far from the data, which costs a prediction.
+    """
+    layer, features = likelihood.features_read, None
     latent: Any = without_spread(rows.detach())
-    layer = likelihood.features_read
-    features = None if layer is None else features_at(tangent, layer, inputs)
     latent = LatentAtPositions(latent, places) if places.sizes else latent
+    if layer is not None:
+        with torch.no_grad():
+            latent = default_way(tangent).latent(tangent, covariance, inputs, False)
+            features = features_at(tangent, layer, inputs)
     prediction: Any = likelihood.predicted(latent, features=features)
     prediction = prediction.rows if places.sizes else prediction
     heads = prediction.values() if isinstance(prediction, Mapping) else [prediction]

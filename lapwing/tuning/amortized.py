@@ -183,6 +183,9 @@ class Amortized(Way):
             )
         self._seen.append(weakref.ref(covariance))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_seen": []}  # weak references cannot be pickled
+
     def __repr__(self) -> str:
         ratio, rank, _ = self.agreement
         return f"Amortized(variances of left-out rows: {ratio:.2f} times the exact ones, rank correlation {rank:.2f})"
@@ -229,6 +232,7 @@ def amortize(posterior: Posterior, loader: Any, unlabelled: Any = None) -> Amort
         (torch.Size([300, 1]), True)
     """
     _check_posterior(posterior)
+    posterior._check_network()
     tangent = posterior.tangent
     data, generator = Data.of(loader, posterior), torch.Generator().manual_seed(0)
     batches.check_loader(data.loader, "lw.amortize")

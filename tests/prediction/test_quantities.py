@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.func import functional_call
 import lapwing as lw
 from lapwing.tangent import split
 from tests.conformance import close
+from tests.input_noise import with_input_noise
 from tests.zoo_modules import Net
 
 F64 = torch.float64
@@ -152,6 +154,19 @@ def test_observed_adds_the_noise_of_each_target(ratios: Any) -> None:
     prediction = posterior.predict(x[:1])
     close(posterior.of(lambda f: f(x[:1]), observed=True).std, prediction.std)
     close(posterior.of(lambda f: f(x[:1])).interval(0.8)[1], prediction.mean + 1.2815515655 * prediction.latent.std)
+
+
+def test_noise_that_depends_on_the_input_is_that_of_predictions_far_from_the_data():
+    """There it grows with the variance of f."""
+    x, y = data()
+    posterior = lw.fit(network(), (x, y), lw.KFAC(), prior_precision=1.0, likelihood=lw.Gaussian(0.2))
+    posterior, far = with_input_noise(posterior, x, "2", df=math.inf), 5 * x[:4]
+    prediction, noise = posterior.predict(far), posterior.likelihood.input_noise
+    assert (prediction.aleatoric_variance > 1.5 * noise.floor).any()
+    for i in range(4):
+        found = posterior.of(lambda f, i=i: f(far[i : i + 1]), observed=True)
+        close(found.std, prediction.std[i : i + 1])
+    close(posterior.explain(far).noise, prediction.aleatoric_variance)
 
 
 def noise_by_hand(model: nn.Module, calls: list[Tensor], function: Any, noise: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,16 @@ def test_the_way_is_deployed(kind: str, scaled: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(found["variance"][~inside], largest.expand(int((~inside).sum()), -1), rtol=1e-4, atol=0)
 
 
+def test_the_way_and_its_deployed_network_are_copied_by_pickle() -> None:
+    posterior, way = fitted("mean")
+    x = inputs(10, 4)
+    wanted = posterior.predict(x, via=way).variance
+    assert torch.equal(posterior.predict(x, via=pickle.loads(pickle.dumps(way))).variance, wanted)
+    predictor = lw.deploy(posterior, x, via=way)
+    for ours, theirs in zip(pickle.loads(pickle.dumps(predictor))(x), predictor(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_noise_by_the_inputs_is_deployed_too() -> None:
     torch.manual_seed(0)
     x = inputs(500, 1)
@@ -232,6 +243,14 @@ def at_positions() -> lw.Posterior[Any]:
     return lw.fit(model, (inputs(30, 1), LABELS), prior_precision=1.0)
 
 
+def changed() -> lw.Posterior[Any]:
+    """A posterior whose network was trained further."""
+    posterior = lw.fit(nn.Linear(4, 1).eval(), (inputs(30, 1), inputs(30, 2)[:, :1]), prior_precision=1.0)
+    with torch.no_grad():
+        posterior.model.weight.mul_(2)
+    return posterior
+
+
 OTHER = "belongs to another posterior"
 REFUSED = [
     (lambda posterior, way: posterior.with_prior(3.0).predict(inputs(5, 1), via=way), OTHER),
@@ -244,6 +263,7 @@ REFUSED = [
     (lambda posterior, way: lw.amortize(posterior.model, (inputs(50, 1),)), "takes a posterior first"),
     (lambda posterior, way: lw.amortize(of(30), (inputs(30, 1), torch.arange(30))), "are 30 for each"),
     (lambda posterior, way: lw.amortize(at_positions(), (inputs(30, 1), LABELS)), "have positions"),
+    (lambda posterior, way: lw.amortize(changed(), (inputs(99, 1), inputs(99, 2))), "after the fit"),
 ]
 """Calls of a posterior and its way."""
 

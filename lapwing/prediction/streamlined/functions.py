@@ -129,7 +129,8 @@ def _partial(node: fx.Node, arguments: Mapping[str, Any], y: Any, name: str) -> 
     slope = operation_of(node).slope
     y = y[0] if isinstance(y, (tuple, list)) else y
     if slope is not None:
-        return slope(arguments, y, name)
+        found = slope(arguments, y, name)
+        return found.to(y.dtype) if isinstance(found, Tensor) and found.dtype == torch.bool else found  # of a mask
 
     def function(x: Tensor) -> Tensor:
         return node.target(**{**arguments, name: x})  # type: ignore[operator]
