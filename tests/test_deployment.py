@@ -543,6 +543,20 @@ def test_noise_beside_novelty_and_latents() -> None:
     assert_same(latent(inputs(7)), posterior, inputs(7), latent.via, "latent", 1e-6)
 
 
+def test_heads_with_the_doubt_of_their_posterior() -> None:
+    heads = {"kind": lw.Categorical(), "size": lw.Gaussian(0.1)}
+    joint = lw.Joint(heads, outputs={"kind": slice(0, 3), "size": slice(3, 4)})
+    y = {"kind": torch.arange(60) % 3, "size": torch.randn(60, 1)}
+    x, model = torch.randn(60, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
+    posterior = lw.fit(model, (x, y), lw.KFAC(), params=lw.last_layer, prior_precision=3.0, likelihood=joint)
+    held_out = torch.randn(40, 4), {"kind": torch.arange(40) % 3, "size": torch.randn(40, 1)}
+    detector = lw.novelty(posterior, (x, y), held_out=held_out, via=lw.deploy(posterior, x).via)
+    predictor = lw.deploy(posterior, x, novelty=detector)
+    assert torch.equal(predictor(x)[-1], detector.p_value(x))
+    with pytest.raises(lw.LapwingError, match="is for labels"):
+        lw.deploy(posterior, x, outputs="scores")
+
+
 def test_a_student_t_of_given_tails_is_deployed() -> None:
     x, y = real(5)(20), torch.randn(20, 1)
     posterior = lw.fit(

@@ -126,6 +126,10 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
                 found[:, self.columns(key, outputs.shape[-1])] = self.regressions[key].residuals(f, y)
         return found
 
+    def reads_covariance(self, link: Link) -> bool:
+        """Whether a head does."""
+        return any(head.reads_covariance(link) for head in self.likelihoods.values())
+
     def classifies(self, outputs: int) -> bool:
         """Whether all heads do: any other head needs all weights for its error bars, and they do not harm classes."""
         return all(head.classifies(len(self.columns(key, outputs))) for key, head in self.likelihoods.items())

@@ -121,7 +121,7 @@ def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: 
         if isinstance(inputs.value, Mapping):
             line = f"{line} Or name the parts of a batch: lw.batches(loader, inputs=..., targets=...)."
         if isinstance(inputs.value, tuple) and len(inputs.value) == 2 == len(leaves):
-            line = f"{line} A fit to batches (inputs, targets, weights) needs sample_weights=True."
+            line += " A fit to batches (inputs, targets, weights) needs sample_weights=True; other calls take none."
         if "list" in str(error):
             line = f"{line} {LISTS}"
         elif any(inputs.shared):

@@ -366,8 +366,8 @@ class Posterior(Displayed, Generic[P]):
                 if `observed` and the likelihood has no noise variance (such as classes) or several outputs per target,
                 or if the weights have changed since the fit.
 
-        Cost: q backward passes and q products with Σ, for any number of rows; memory for q P numbers and one batch. With
-            `observed` a prediction, if the noise depends on the input.
+        Cost: q backward passes and q products with Σ, for any number of rows; memory for q P numbers and one batch.
+            With `observed` a prediction, if the noise depends on the input.
 
         Source: the delta method; MacKay 1992 for single outputs (A practical Bayesian framework, section 4.1).
 
