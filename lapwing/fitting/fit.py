@@ -18,7 +18,7 @@ from ..data.data import check_data_size
 from ..data.progress import show_progress
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
-from ..likelihoods.inferred import warn_of_misfit, warn_of_other_labels
+from ..likelihoods.inferred import warn_of_misfit, warn_of_misreading
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
@@ -186,7 +186,7 @@ def _run_and_tune(options: FitOptions, choice: Choice, problem: Problem, data: F
     if choice.by_default:
         rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
-    warn_of_other_labels(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
+    warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics:  # of Gaussian noise
         rows = outputs_of_first_batch(posterior.tangent, posterior.likelihood, data.first)
         if rows is not None:

@@ -15,12 +15,14 @@ from ..covariance import AnyLatent
 from ..covariance.terms import standard_normal
 from ..errors import LapwingError
 from ..linalg import at_least_float32, doubled, seeded
-from .base import NoiselessLikelihood
+from .base import NoiselessLikelihood, apply_weights
 from .links import ExactLink, Link
 from .mixtures import NormalsPrediction, mixture_of, normal_nodes
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets, known_targets
+
+SQUARES = "squared_standardised"  # the statistic that shows whether outputs are log variances
 
 
 @register_likelihood
@@ -68,6 +70,14 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         known = ~residual.isnan()
         squares = torch.where(known, residual, 0.0).square() * (-log_variance).exp()
         return -0.5 * (known * (squares + log_variance + math.log(2.0 * math.pi))).sum(-1)
+
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns the sums of `log p(y|f)`, and of the mean of `(y - m)² exp(-s)` over K targets, missing ones as 0."""
+        mean, log_variance = _mean_and_log_variance(doubled(outputs))
+        residual = aligned_targets("HeteroscedasticGaussian", mean, targets.to(mean.device)) - mean
+        squares = (residual.square() * (-log_variance).exp()).nan_to_num(0.0).mean(-1)
+        squares = squares if weights is None else apply_weights(squares, weights)
+        return {**super().statistics(outputs, targets, weights), SQUARES: squares.sum()}
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(exp(-s/2), 1/√2)`, (B, 2K, 2K)."""

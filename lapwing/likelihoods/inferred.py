@@ -18,6 +18,7 @@ from .base import Likelihood
 from .bernoulli import Bernoulli
 from .categorical import Categorical
 from .gaussian import Gaussian
+from .heteroscedastic import SQUARES
 from .targets import aligned_targets, are_class_probabilities
 
 log = logging.getLogger("lapwing")
@@ -36,6 +37,9 @@ WORSE = 1.2
 
 WORSE_LABELS = 1.5
 """NLL of training labels, in NLL of equal probabilities, above which they are not the labels of the training."""
+
+LEAST_SQUARES = 0.5
+"""Mean squared residual, in variances of the network, below which its outputs are not log variances."""
 
 READINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "probabilities": (lambda f: f, "model(inputs).logit()"),
@@ -155,8 +159,17 @@ def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
     return values.ndim == 2 and values.shape[1] > 1 and bool(are_class_probabilities(values, dtype).all())
 
 
-def warn_of_other_labels(likelihood: Likelihood, outputs: int, statistics: dict[str, Tensor]) -> None:
-    """Warns if equal probabilities fit the labels much better than the network; `statistics` are of all data."""
+def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[str, Tensor]) -> None:
+    """Warns if equal probabilities fit the labels much better than the network, or if outputs are no log variances.
+
+    `statistics` are of all data.
+    """
+    if SQUARES in statistics and (ratio := float(statistics[SQUARES] / statistics["weight"])) < LEAST_SQUARES:
+        log.warning(
+            "The squared residuals are %.2g times the variances of the network, in the mean: HeteroscedasticGaussian "
+            "reads means m and log variances. If the network gives variances v, pass forward=lambda model, inputs: "
+            "torch.cat([m, v.log()], 1).", ratio,
+        )  # fmt: skip
     if likelihood.activation is None or likelihood.plain is not likelihood:  # weights of the loss change its size
         return
     softmax = likelihood.activation == "softmax"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -75,3 +76,19 @@ def test_missing_targets_have_no_effect():
     assert float(prediction.log_prob(y)[5]) == 0
     values = prediction.for_metrics(y)
     assert values["y"].shape == (int(known.sum()),)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_variances_in_the_place_of_log_variances_are_warned_of(weighted, caplog):
+    torch.manual_seed(0)
+    x = torch.randn(200, 1)
+    y = x + 0.3 * torch.randn(200, 1)
+    y[::4], law = torch.nan, lw.HeteroscedasticGaussian(missing=True)
+    batch = (x, y, 3 * torch.ones(200)) if weighted else (x, y)
+    model = nn.Linear(1, 2).eval()
+    for variance, told in ((math.log(0.09), False), (0.09, True)):
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1.0], [0.0]]))
+            model.bias.copy_(torch.tensor([0.0, variance]))
+        lw.fit(model, [batch], lw.KFAC(), prior_precision=1.0, likelihood=law, sample_weights=weighted)
+        assert ("torch.cat([m, v.log()], 1)" in caplog.text) == told
