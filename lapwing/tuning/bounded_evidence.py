@@ -32,15 +32,16 @@ class BoundedEvidence(Tuning):
     with one δ) chooses too small a δ. So δ is raised until the spread costs the training data at most b per sample.
 
     b is the cost of a right spread in a linear regression with as many effective dimensions,
-    `b = K/2 [log(1+h) - h(1-h)/(1+h)] - p`, `h = γ/(N K)`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's δ, N
-    samples or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. p is what the
-    network has paid for doubt already: the nats per training sample that logits times the best number, at least 1,
+    `b = K/2 [log(1+h) - h(1-h)/(1+h)] - p`, `h = min(1, γ/(N K))`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's
+    δ, N samples or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. p is what the
+    network has paid for doubt already: the nats per training sample that logits times the best number from 1 to 10
     would save. b is at least 0.005.
 
     All trained weights count in γ, since all were fitted to the labels: by KFAC on the samples that are read, if the
     method treats only some of them. Freeze the weights that other data trained (`requires_grad`). Only the treated
-    ones count, and p is 0, if there are more than a million weights, if the backward passes take too long, and if the
-    outputs are not logits. Blocks with a diagonal curvature do not count: they count more dimensions than there are.
+    ones count, and p is 0, if there are more than a million weights, if KFAC takes more than a few seconds or the
+    memory budget, and if outputs are not logits. Blocks with a diagonal curvature do not count: they count more
+    dimensions than there are.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
     Jensen's inequality a right spread costs no more.
@@ -69,11 +70,12 @@ class BoundedEvidence(Tuning):
         LapwingError: if a number is out of range, or the loader has no samples.
 
     Cost: for classifiers the cost of the evidence, and one pass over `samples` samples, which are contracted once; the
-    candidates cost almost nothing with the default probit link. C backward passes of these samples, if the method
-    leaves out some trained weights. If more than 1 000 outputs of an input need a backward
-    pass each, 4 random combinations at a position estimate their mean variance. For regressions: a kernel of at most
-    2 000 rows over all trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and predictions of
-    the samples; and for the noise predictions of at most 20 000 samples, or 2 000 for more than 40 000 treated weights.
+    candidates cost almost nothing with the default probit link. KFAC over all weights on these samples, or on some of
+    them, for at most a few seconds, if the method leaves out weights. If more than 1 000 outputs of an input need a
+    backward pass each, 4 random combinations at a position estimate their mean variance. For regressions: a kernel of
+    at most 2 000 rows over all trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and
+    predictions of the samples; and for the noise predictions of at most 20 000 samples, or 2 000 for more than 40 000
+    treated weights.
 
     Example:
         >>> import torch, lapwing as lw

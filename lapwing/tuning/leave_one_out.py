@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from ..data.inputs import Inputs, Samples
-from ..errors import LapwingError
 from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent
@@ -57,7 +56,7 @@ def leave_one_out(
         tangent = trained(posterior, parts[0].inputs, samples, MAX_MULTIPLY_ADDS)
         if tangent is not None:
             return _left_out(posterior, tangent, parts, size or samples, residual)
-    except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
+    except Exception as error:  # from layers that the fit does not treat
         log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
     return _left_out(posterior, posterior.tangent, parts, size or samples, residual)
 
@@ -91,7 +90,7 @@ def untreated(tangent: Tangent) -> dict[str, int]:
     return {name: value.numel() for name, value in left.items() if value.is_floating_point()}
 
 
-def trained(posterior: Posterior, inputs: Inputs, rows: int, most: int) -> Tangent | None:
+def trained(posterior: Posterior, inputs: Inputs, rows: int, most: float) -> Tangent | None:
     """Returns the tangent of all trained weights, or None if the posterior treats all of them or there are too many.
 
     Too many are more than `MAX_WEIGHTS`, or more than `most` multiply-adds for this number of rows of the Jacobian.

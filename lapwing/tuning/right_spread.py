@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data.inputs import Samples
-from ..errors import LapwingError
-from ..methods import KFAC, Batch, DataSummary, FisherRoot, Problem
+from ..methods import KFAC, Batch, DataSummary, FisherRoot, FitShape, Problem
 from ..methods.prior import Prior
 from ..posterior import Posterior
 from .evidence import maximum
@@ -23,7 +22,9 @@ from .search import golden_section
 log = logging.getLogger("lapwing")
 
 MIN_COST = 0.005  # nats per training sample that the spread may cost in any case
-KFAC_MULTIPLY_ADDS = 2**36  # maximum multiply-adds of the backward passes that count all weights: a few seconds
+KFAC_MULTIPLY_ADDS = 2**32  # maximum multiply-adds of the backward passes for KFAC of all weights: about a second
+LEAST_SHARE = 10  # if they take more for every tenth of the samples, all weights are too many
+DECOMPOSED_MULTIPLY_ADDS = 2**39  # the same for decompositions of whole matrices; few samples have a lower rank
 
 
 def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> float:
@@ -60,26 +61,32 @@ def _of_all_weights(posterior: Posterior, parts: Sequence[Samples]) -> Posterior
 
     The labels were fitted by all weights, also by those that the posterior does not treat.
     """
-    rows, likelihood = sum(part.count for part in parts) * posterior.tangent.width, posterior.likelihood
+    count, likelihood = sum(part.count for part in parts), posterior.likelihood
     try:
-        tangent = trained(posterior, parts[0].inputs, rows, KFAC_MULTIPLY_ADDS)
+        passed = count * posterior.tangent.width
+        tangent = trained(posterior, parts[0].inputs, passed, LEAST_SHARE * KFAC_MULTIPLY_ADDS)
         if tangent is None:
             return None
+        needed = KFAC().footprint(FitShape.of(tangent, likelihood, parts[0].inputs, count))
+        if needed.peak > tangent.memory or needed.products > DECOMPOSED_MULTIPLY_ADDS:
+            return None
+        step = math.ceil(passed * tangent.plan.work(tangent.blocks) / KFAC_MULTIPLY_ADDS) or 1
         prior = Prior.read(tangent, None)
         problem = Problem(tangent, likelihood, FisherRoot.of(tangent, likelihood, 0), prior, False, 0)
-        step: Any = next(KFAC().passes(problem))
-        state, summary = step.init(), DataSummary()
+        curvature: Any = next(KFAC().passes(problem))
+        state, summary = curvature.init(), DataSummary()
         with torch.no_grad():
-            for samples in parts:
+            for samples in (part.take(slice(0, None, step)) for part in parts):
                 batch = Batch.of(tangent, samples, likelihood.labelled(samples.targets), likelihood=likelihood)
-                step.update(state, batch)
+                curvature.update(state, batch)
                 summary.add(likelihood, **batch.rows())
+        share = float(posterior.statistics["weight"] / summary.statistics["weight"])  # of targets that count
         whole = replace(
-            posterior, tangent=tangent, covariance=step.finish(state), prior=prior, statistics=summary.statistics,
-            samples=summary.samples, data_factor=posterior.data_factor * posterior.samples / summary.samples,
+            posterior, tangent=tangent, covariance=curvature.finish(state), prior=prior, statistics=summary.statistics,
+            samples=summary.samples, data_factor=posterior.data_factor * share,
         )  # fmt: skip
         return whole.at(*maximum(whole, per_layer=False))
-    except (LapwingError, RuntimeError) as error:  # from layers that the fit does not treat
+    except Exception as error:  # from layers that the fit does not treat
         log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
         return None
 

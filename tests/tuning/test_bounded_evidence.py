@@ -16,6 +16,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import lapwing as lw
 from lapwing.data.inputs import Inputs, Samples
+from lapwing.methods import Footprint
+from lapwing.tangent import Tangent
 from lapwing.tuning import BoundedEvidence, Training, bounded_evidence, right_spread
 from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
@@ -28,6 +30,7 @@ from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
 from tests.trained import made_once, train
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 METHODS = [lw.Diagonal(), lw.KFAC(uncovered="dense"), lw.ELLA(rank=5, rows=12), lw.ELLA(5, 12, "prior"), lw.Full()]
 
@@ -243,6 +246,55 @@ def test_all_weights_do_not_count_if_they_are_too_many_or_outputs_are_not_logits
     monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 1 if logits else 2**40)
     lw.fit(model, loader, **options)
     assert bounds == [pytest.approx(max(0.005, cost_at(leverage, outputs)), rel=1e-6)]
+
+
+def test_fewer_samples_count_all_weights_if_their_passes_take_long(bounds, monkeypatch):
+    model, loader = memorised()
+    lw.fit(model, loader, params=lw.last_layer)
+    work = Tangent.survey(model, loader[0][0]).plan.work(Tangent.survey(model, loader[0][0]).blocks)
+    for share in (2.0, 10.0, 10.1):
+        monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 40 * 3 * work / share)
+        lw.fit(model, loader, params=lw.last_layer)
+    whole, half, tenth, none = bounds
+    assert half == pytest.approx(whole, rel=0.25)
+    assert none < tenth < half  # of four samples in 40
+
+
+@pytest.mark.parametrize("needed", [Footprint(0, 2**40, 1.0), Footprint(0, 0, 1.0, products=2.0**40)], ids=str)
+def test_all_weights_do_not_count_if_their_factors_are_too_wide(needed, bounds, monkeypatch):
+    """They would exceed the memory budget, or take long to decompose."""
+    model, loader = memorised()
+    lw.fit(model, loader, params=lw.last_layer)
+    monkeypatch.setattr(lw.KFAC, "footprint", lambda self, shape: needed)
+    lw.fit(model, loader, lw.Full(), params=lw.last_layer)
+    assert bounds[1] < bounds[0] / 2
+
+
+def test_an_error_behind_the_last_layer_does_not_end_a_fit(bounds):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise TypeError("no gradient")
+
+    model, loader = memorised()
+    broken = Net(lambda net, x: net.last(Once.apply(net.before(x))), before=model[:2], last=model[2]).eval()
+    lw.fit(broken, loader, params=lw.last_layer)
+    lw.fit(model, loader, params=lw.last_layer)
+    assert bounds[0] < bounds[1] / 2
+
+
+def test_rows_that_are_read_stand_for_the_labels_that_count(bounds):
+    """The first of two batches is read, and all that count are in it."""
+    model, loader = memorised()
+    x, y = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    lw.fit(model, [(x, y)], params=lw.last_layer)
+    none = torch.randn(40, 4, dtype=torch.float64), torch.full((40,), -100)
+    lw.fit(model, [(x, y), none], params=lw.last_layer, tune=BoundedEvidence(samples=40))
+    assert bounds[1] == pytest.approx(bounds[0], rel=1e-6)
 
 
 def test_a_bound_of_many_samples_or_of_a_diagonal_is_a_two_hundredth_of_a_nat(bounds):
