@@ -170,7 +170,8 @@ def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[st
             "reads means m and log variances. If the network gives variances v, pass forward=lambda model, inputs: "
             "torch.cat([m, v.log()], 1).", ratio,
         )  # fmt: skip
-    if likelihood.activation is None or likelihood.plain is not likelihood:  # weights of the loss change its size
+    logits = likelihood.activation is not None and "log_likelihood" in statistics
+    if not logits or likelihood.plain is not likelihood:  # weights of the loss change its size
         return
     softmax = likelihood.activation == "softmax"
     equal = math.log(outputs) if softmax else outputs * math.log(2)
