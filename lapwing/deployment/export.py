@@ -267,7 +267,8 @@ def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> st
         return name
     raise LapwingError(
         "No exported tensor has the features of novelty=. If the detector is of another network, write "
-        "novelty=lw.novelty(posterior.model, loader). Otherwise deploy without it, and call detector(x) too."
+        "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins those of "
+        "several layers, which is not exported: deploy without it, and call detector(x) too."
     )
 
 
