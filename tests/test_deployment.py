@@ -255,11 +255,12 @@ def test_a_mask_that_multiplies_in_onnx(tmp_path: Path) -> None:
     assert_same(onnx_outputs(path, x), posterior, x, predictor.via, "prediction", 1e-5)
 
 
+@pytest.mark.parametrize("method", [None, lw.KFAC()], ids=repr)
 @pytest.mark.parametrize("link", [lw.LaplaceBridge(), lw.Probit(scale="class")], ids=repr)
-def test_the_link_that_held_out_data_chose_is_deployed(link: Any) -> None:
+def test_the_link_that_held_out_data_chose_is_deployed(link: Any, method: Any) -> None:
     x, y = torch.randn(60, 4), torch.arange(60) % 3
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
-    posterior = lw.fit(model, (x[:40], y[:40]), tune=lw.Validation((x[40:], y[40:]), link=link))
+    posterior = lw.fit(model, (x[:40], y[:40]), method, tune=lw.Validation((x[40:], y[40:]), link=link))
     predictor = lw.deploy(posterior, x)
     assert posterior.aim.link == link
     assert_same(predictor(x), posterior, x, predictor.via, "prediction", 1e-5)

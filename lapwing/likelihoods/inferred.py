@@ -160,7 +160,7 @@ def _sums_to_one(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[str, Tensor]) -> None:
-    """Warns if equal probabilities fit the labels much better than the network, or if outputs are no log variances.
+    """Warns if equal probabilities fit the labels much better than the network, or if outputs are not log variances.
 
     `statistics` are of all data.
     """

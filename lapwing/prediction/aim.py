@@ -42,8 +42,9 @@ class Aim:
         """
         mine, other = self.via or EXACT, via or self.via or EXACT
         if not (linear and latent.draws is None) and other.tuned_as != mine.tuned_as:
-            if other.tuned_as is not None:
-                _warn("via", via, likelihood)
+            if other.tuned_as is None:  # such as `Scaled`, whose factor has the level of the other way
+                return link or (self.link if latent.draws is None else None)
+            _warn("via", via, likelihood)
             return link
         chosen, default = likelihood.choose_link(latent, link), self.link or likelihood.choose_link(latent, None)
         if link is not None and type(chosen) is not type(default):

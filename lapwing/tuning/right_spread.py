@@ -23,8 +23,8 @@ log = logging.getLogger("lapwing")
 
 MIN_COST = 0.005  # nats per training sample that the spread may cost in any case
 KFAC_MULTIPLY_ADDS = 2**32  # maximum multiply-adds of the backward passes for KFAC of all weights: about a second
-LEAST_SHARE = 10  # if they take more for every tenth of the samples, all weights are too many
-DECOMPOSED_MULTIPLY_ADDS = 2**39  # the same for decompositions of whole matrices; few samples have a lower rank
+MOST_STEP = 10  # KFAC reads at least every tenth sample; if that takes longer, only the treated weights count
+DECOMPOSED_MULTIPLY_ADDS = 2**39  # maximum multiply-adds of its decompositions, if all matrices had full rank
 
 
 def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> float:
@@ -33,7 +33,7 @@ def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> floa
     if not likelihood.classifies(outputs):
         return max(MIN_COST, float(_shares(posterior).sum()) / 2)
     whole: Posterior | None = posterior
-    if likelihood.activation is None:  # outputs that are no logits, times a number, mean something else
+    if likelihood.activation is None:  # a larger output does not mean less doubt
         whole = None
     elif untreated(posterior.tangent):
         whole = _of_all_weights(posterior, parts)
@@ -64,7 +64,7 @@ def _of_all_weights(posterior: Posterior, parts: Sequence[Samples]) -> Posterior
     count, likelihood = sum(part.count for part in parts), posterior.likelihood
     try:
         passed = count * posterior.tangent.width
-        tangent = trained(posterior, parts[0].inputs, passed, LEAST_SHARE * KFAC_MULTIPLY_ADDS)
+        tangent = trained(posterior, parts[0].inputs, passed, MOST_STEP * KFAC_MULTIPLY_ADDS)
         if tangent is None:
             return None
         needed = KFAC().footprint(FitShape.of(tangent, likelihood, parts[0].inputs, count))

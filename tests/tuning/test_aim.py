@@ -206,10 +206,11 @@ def test_candidates_whose_draws_overflow_do_not_stop_the_fit():
         assert posterior.predict(x[80:]).log_prob(y[80:]).mean() > network - 0.2
 
 
-def test_a_scaled_way_takes_its_own_link():
+def test_a_scaled_way_takes_its_own_link_if_it_draws():
     model, train, held_out, (x, _) = trained("categorical", 3)
     posterior = lw.fit(model, train, tune=lw.Validation(held_out, link=lw.Probit(scale="class")))
     assert posterior.predict(x, via=lw.Scaled(DRAWS, 0.5)).link == lw.SampledLink()
+    assert posterior.predict(x, via=lw.Scaled(lw.Streamlined(), 0.5)).link == lw.Probit(scale="class")
 
 
 def test_a_posterior_that_is_tuned_for_one_pass_is_deployed_so():
