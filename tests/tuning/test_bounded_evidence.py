@@ -28,6 +28,7 @@ from lapwing.tuning.regression_width import with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
+from tests.refilling import Refilling
 from tests.trained import made_once, train
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
@@ -268,6 +269,18 @@ def test_all_weights_do_not_count_if_their_factors_are_too_wide(needed, bounds, 
     monkeypatch.setattr(lw.KFAC, "footprint", lambda self, shape: needed)
     lw.fit(model, loader, lw.Full(), params=lw.last_layer)
     assert bounds[1] < bounds[0] / 2
+
+
+def test_the_bound_by_all_weights_does_not_depend_on_the_form_of_the_data(bounds):
+    """Batches of one row, another order, a loader that fills the same tensors again, and rows as positions."""
+    model, loader = memorised()
+    x, y = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    equal = list(zip(x.split(20), y.split(20), strict=True))
+    ones, positions = list(zip(x.split(1), y.split(1), strict=True)), (x.reshape(8, 5, 4), y.reshape(8, 5))
+    for data in (loader, ones, (x.flip(0), y.flip(0)), Refilling(equal), positions):
+        lw.fit(model, data, params=lw.last_layer)
+    assert bounds[0] > 0.1
+    assert bounds[1:] == pytest.approx([bounds[0]] * 4, rel=1e-6)
 
 
 def test_an_error_behind_the_last_layer_does_not_end_a_fit(bounds):
