@@ -527,6 +527,8 @@ REFUSED = [
         ({"prior_mean": {"0.weight": X}}, "0.weight … shape … 0.weight (6, 4) … prior_mean={name: tensor}"),
         ({"prior_mean": {"0.bias": torch.full((6,), NAN)}}, "0.bias … not finite … prior_mean={name: tensor}"),
         ({"prior_precision": {"4": 1.0, "*": 1.0}}, "{'4': 1.0} … no block … the blocks are 0, 2 … {'0': 1.0}"),
+        ({"prior_precision": {"*": 1.0, "*.bias": 1e-4}},
+         "{'*.bias': 0.0001} names 0.bias, and 0.weight, 0.bias share one … {'0': 0.0001}"),
         ({"prior_precision": {"*": 0.0}}, "prior_precision['*']=0.0 … positive … {'*': 1.0}"),
         ({"prior_precision": {"0": 1.0}}, "no value for 2. … '*': 1.0"))),
     (lambda: predict(X, via="mc"), f"via='mc' … {WAY}"),

@@ -141,7 +141,7 @@ def test_the_table_has_every_public_name() -> None:
     assert missing == WITHOUT_ARGUMENTS | SELECTIONS | BASES
     methods = {name for name, member in vars(lw.Posterior).items() if inspect.isfunction(member) and name[0] != "_"}
     called = {row.__name__ for row, _ in CALLS if isinstance(getattr(row, "__self__", None), lw.Posterior)}
-    assert methods - called == {"at", "diagnose", "with_defaults", "with_noise"}  # the tunings' and no argument
+    assert methods - called == {"at", "diagnose", "weight_std", "with_defaults", "with_noise"}  # no argument
 
 
 @pytest.fixture(autouse=True)

@@ -63,11 +63,17 @@ def check_range(what: str, values: Tensor | float | None, dtype: torch.dtype) ->
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
     names = ", ".join(block.name for block in tangent.blocks)
     for pattern, value in precision.items():
-        hits = [
-            i
-            for i, block in enumerate(tangent.blocks)
-            if isinstance(pattern, str) and any(fnmatchcase(name, pattern) for name in (block.name, *block.parameters))
-        ]
+        hits = []
+        for i, block in enumerate(tangent.blocks) if isinstance(pattern, str) else ():
+            found = [name for name in block.parameters if fnmatchcase(name, pattern)]
+            if fnmatchcase(block.name, pattern) or len(found) == len(block.parameters):
+                hits.append(i)
+            elif found:
+                together = ", ".join(block.parameters)
+                raise LapwingError(
+                    f"prior_precision={{{pattern!r}: {shown(value)}}} names {found[0]}, and {together} share one prior "
+                    f"precision. Write prior_precision={{{block.name!r}: {shown(value)}}}."
+                )
         if not hits:
             raise LapwingError(
                 f"prior_precision={{{shown(pattern)}: {shown(value)}}} matches no block or parameter: the blocks are "

@@ -172,10 +172,15 @@ def _changes(posterior: Posterior, data: Data, steps: Tensor, inputs: Inputs) ->
                 yield here, rows, -covariance.joint_output_covariance(other, record)[..., 0].to(steps)
 
 
-@torch.no_grad()
 def value(posterior: Posterior, candidates: Any, targets: Any, given: Any) -> Tensor:
     """Returns the expected fall of the variance of the targets by a label, (n,): see `Posterior.value`."""
-    tangent, pool, inputs = posterior.tangent, _checked(posterior, candidates), _checked(posterior, targets)
+    pool = _checked(posterior, candidates)
+    with torch.set_grad_enabled(pool.wants_gradient):
+        return _value(posterior, pool, _checked(posterior, targets), given)
+
+
+def _value(posterior: Posterior, pool: Inputs, inputs: Inputs, given: Any) -> Tensor:
+    tangent = posterior.tangent
     none = given is None or tuple(getattr(given, "shape", ())[:1]) == (0,)
     known: Any = None if none else _checked(posterior, given)
     falls = doubled(torch.zeros(pool.samples, device=tangent.device))

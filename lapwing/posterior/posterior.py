@@ -27,7 +27,7 @@ from ..prediction import Aim, Quantity, Scaled, Way
 from ..prediction.linearized import EXACT
 from ..prediction.quantities import quantity
 from ..prediction.weight_draws import KeptDraws, deviations_of
-from ..tangent import Tangent
+from ..tangent import Tangent, split
 from ..tangent.retry import memory_errors
 from .evidence import Diagnosis, LogEvidence, effective_parameters, gain_at_linearised_mode, squared_distance
 from .explanations import Explanation, explained, influence, value
@@ -135,6 +135,18 @@ class Posterior(Displayed, Generic[P]):
         if all(value == values[0] for value in values):
             return values[0]
         return {block.name: value for block, value in zip(self.tangent.blocks, values, strict=True)}
+
+    @property
+    def parameter_precisions(self) -> dict[str, float]:
+        """δ of each treated parameter, by its name: `Σ δ/2 |θ|²` over these is the penalty of a loss summed over rows.
+
+        Raises:
+            LapwingError: if the covariance has no prior.
+        """
+        if self.covariance.precision is None:
+            raise self._without("prior precision")
+        pairs = zip(self.tangent.blocks, self.prior.precision.tolist(), strict=True)
+        return {name: value for block, value in pairs for name in block.parameters}
 
     @property
     def noise_variance(self) -> float | Any:
@@ -475,6 +487,7 @@ class Posterior(Displayed, Generic[P]):
 
         Returns:
             Falls of the variance, (n,), in squared units of the outputs. Label the candidates with the largest value.
+            They are differentiable in candidates that require gradients.
             For a batch of k, choose one at a time and pass those chosen before as `given`.
 
         Raises:
@@ -502,6 +515,19 @@ class Posterior(Displayed, Generic[P]):
         for name, weight in self.tangent.parameters.items():
             draws[name] = draws[name].add_(weight.detach()).to(weight.dtype)
         return self.tangent.native(draws)
+
+    @outside_modes
+    def weight_std(self) -> dict[str, Tensor]:
+        """Returns the standard deviations of the weights, `√diag Σ`: parameter name -> its shape.
+
+        Weights with a small `|θ̂|/std` can be pruned. The cost is at most one copy of the covariance's tensors.
+
+        Raises:
+            LapwingError: if the weights have changed since the fit.
+        """
+        self._check_network()
+        variances = split(self.tangent.blocks, self.covariance.diagonal())
+        return {name: variance.clamp_min(0).sqrt() for name, variance in variances.items()}
 
     @outside_modes
     def sample_function(self, seed: int = 0, n: int | None = None) -> Callable[[Any], Any]:
@@ -647,5 +673,8 @@ class Posterior(Displayed, Generic[P]):
 
     def _prior_covariance(self, what: str) -> PriorCovariance:
         if not has_prior(self.covariance):
-            raise LapwingError(f"A posterior by {self.method} has no {what}. Fit again with lw.KFAC().")
+            raise self._without(what)
         return self.covariance
+
+    def _without(self, what: str) -> LapwingError:
+        return LapwingError(f"A posterior by {self.method} has no {what}. Fit again with lw.KFAC().")

@@ -153,7 +153,7 @@ def quantity(
             each = numbers.flatten().unbind()
         count, calls = numbers.numel(), f.calls if observed else []
         needed = count * (tangent.size + sum(rows.numel() for rows, *_ in calls)) * covariance.dtype.itemsize
-        what, instead = f"the gradients of {count:,} numbers", "return fewer numbers at a time"
+        what, instead = f"the gradients of {count:,} numbers", "return fewer at a time, or read posterior.weight_std()"
         tangent.require(MemoryNeed("posterior.of", needed, what, instead))
         like: Any = {"dtype": covariance.dtype, "device": covariance.device}
         gradient = gradient or {block.name: torch.zeros(count, block.size, **like) for block in tangent.blocks}

@@ -174,6 +174,17 @@ def test_value_is_the_fall_after_a_fit_with_the_label() -> None:
     assert torch.equal(posterior.value(pool, test, given[:0]), posterior.value(pool, test))
 
 
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.ELLA(rank=5, rows=20)], ids=str)
+def test_value_is_differentiable_in_the_candidates(method: lw.Method) -> None:
+    x, y = data()
+    posterior, pool, step = fitted(network(), x, y, method), x[:2] + 1, 1e-5 * torch.eye(6, dtype=F64).view(6, 2, 3)
+    (found,) = torch.autograd.grad(posterior.value(start := pool.clone().requires_grad_(), x, x[3:5]).sum(), start)
+    ends = [
+        posterior.value(pool + move, x, x[3:5]).sum() - posterior.value(pool - move, x, x[3:5]).sum() for move in step
+    ]
+    close(found.flatten(), torch.stack(ends) / 2e-5, 1e-6)
+
+
 def test_chunks_change_nothing() -> None:
     (x, y), model = data(), network()
     many = fitted(model, x, y, lw.KFAC())

@@ -169,6 +169,18 @@ def test_with_prior_leaves_the_old_one_unchanged(method: lw.Method) -> None:
         posterior.samples = 3
 
 
+@pytest.mark.parametrize("method", [lw.Full(), lw.KFAC(), lw.Diagonal(), lw.ELLA(rank=4), lw.SampledLLA(4)], ids=str)
+def test_each_parameter_has_its_prior_precision_and_its_standard_deviations(method: lw.Method) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    x, y = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    prior = 2.0 if isinstance(method, lw.SampledLLA) else {"0": 1.0, "2.*": 2.0}
+    posterior = lw.fit(model, [(x, y)], method, likelihood=lw.Gaussian(0.5), prior_precision=prior)
+    first = 2.0 if isinstance(method, lw.SampledLLA) else 1.0
+    assert posterior.parameter_precisions == {"0.weight": first, "0.bias": first, "2.weight": 2.0, "2.bias": 2.0}
+    for name, std in posterior.weight_std().items():
+        torch.testing.assert_close(std, posterior.of(lambda f, name=name: f.weight[name]).std)
+
+
 def test_results_do_not_share_memory_with_the_posterior() -> None:
     model, x, y, loader = data("mlp")
     posterior = lw.fit(model, loader, lw.KFAC())
