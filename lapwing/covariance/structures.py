@@ -94,7 +94,8 @@ def weighted_terms(
         g, scales = factors
         if reads == "scale":
             return _scales(scales, basis)
-        return ((EigenTerm(basis, s) if g is None else FactoredTerm(g, s)).read(reads) for s in scales)
+        terms = (EigenTerm(basis, s) if g is None else FactoredTerm(g, s) for s in scales)
+        return terms if reads == "covariances" else (term.marginals() for term in terms)
     found = jacobian.weighted(candidates, reads)
     if reads == "covariances":
         return map(ReflectedSum, found)
@@ -201,9 +202,10 @@ class KroneckerBlock(Structure):
         """
         jacobian = as_matrix(jacobian)
         outputs = None if jacobian.is_output else self.outputs
-        reduced = None
+        reduced, columns = None, 0 if self.inputs is None else self.inputs.shape[-1]
         # products with the range of A and back must cost less than one product with all directions
-        if self.inputs is not None and 2 * self.null_size - self.inputs.shape[-1] > MIN_SAVED_COLUMNS:
+        saves = columns > MIN_SAVED_COLUMNS and 2 * self.null_size - columns > MIN_SAVED_COLUMNS
+        if self.inputs is not None and saves:
             reduced = jacobian.rotate_inputs(self.inputs[0, :, self.null_size :])
         if reduced is None:
             return weighted_terms(jacobian.rotate(self.inputs, outputs), candidates, reads, self.outputs[0])

@@ -47,6 +47,9 @@ def as_loader(data: Any, network: Any, columns: Columns = ()) -> Any:
         raise _no_data(data)
     for part in data if type(data) is tuple else (data,):
         _check_no_numbers(part)
+    if type(data) is list:  # of batches
+        arrays = any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data))))
+        return [with_tensors(batch, network) for batch in data] if arrays else data
     if _is_map_style(data):
         if not len(data):
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")

@@ -18,7 +18,6 @@ from ..data.inputs import Samples
 from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..likelihoods.inferred import check_logits
 from ..linalg import double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..methods.passes import Batch
@@ -35,7 +34,6 @@ from .options import FitOptions
 
 log = logging.getLogger("lapwing")
 
-FIRST = 256  # maximum number of samples of the first batch that show whether outputs suit the likelihood
 FULL_NUMBERS = 2**20  # maximum entries of the basis or covariance of `Full`; a prediction reads them for each output
 FULL_MULTIPLY_ADDS = 2**33  # maximum multiply-adds of a fit for which `Full` is the default: one to two seconds
 KFAC_OUTPUTS = 10  # maximum outputs for KFAC over all weights: a fit and a prediction take a backward pass for each
@@ -173,10 +171,6 @@ def _check_fit(method: Method, shape: FitShape, data: FitData, validation: bool)
         raise _tunes_itself(type(method).__name__)
     if tune is not None:
         tune.check(method, shape)
-    if likelihood.activation is not None:
-        rows = outputs_of_first_batch(tangent, likelihood, data.first)
-        if rows is not None:
-            check_logits(likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     check_range("noise variance", likelihood.noise_variance, tangent.dtype)
     for part in likelihood.regressions.values():
         if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
@@ -209,14 +203,6 @@ def _noise_is_given(likelihood: Any, tune: Tuning | None) -> LapwingError:
         f"noise_variance={shown(likelihood.noise_variance)} and tune={shown(tune)}. Leave both out, or write "
         "likelihood=lw.Gaussian(noise='input') and validation=held_out."
     )
-
-
-def outputs_of_first_batch(tangent: Tangent, likelihood: Likelihood, first: Samples) -> tuple[Tensor, Tensor] | None:
-    """Returns outputs (n, C) of the first samples and their targets; None if the likelihood refuses the targets."""
-    try:
-        return check_batch(tangent, likelihood, first.take(slice(0, FIRST)))
-    except LapwingError:  # the passes say why, with all targets of the batch
-        return None
 
 
 def check_batch(tangent: Tangent, likelihood: Likelihood, samples: Samples) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
-from .choice import Choice, advice_on_memory, choose, classifies, log_default, outputs_of_first_batch
+from .choice import Choice, advice_on_memory, choose, classifies, log_default
 from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -156,7 +156,7 @@ def fit(
             data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
             tune=[problem.traces_wanted, prefixes],
         ):  # fmt: skip
-            posterior = _run_and_tune(options, choice, problem, data, runner)
+            posterior = checked(*_run_and_tune(options, choice, problem, data, runner))
         data.warn_of_samples(options, runner.count())
         return posterior
 
@@ -177,8 +177,10 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
     )  # fmt: skip
 
 
-def _run_and_tune(options: FitOptions, choice: Choice, problem: Problem, data: FitData, runner: Runner) -> Posterior:
-    """Runs the passes of the method, and tunes what the user did not give; returns the checked posterior."""
+def _run_and_tune(
+    options: FitOptions, choice: Choice, problem: Problem, data: FitData, runner: Runner
+) -> tuple[Posterior, tuple[Posterior, ...]]:
+    """Runs the passes of the method, and tunes what the user did not give; also returns posteriors of first parts."""
     started, method, tune = time.perf_counter(), choice.method, data.tune
     stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
     result = runner.run(method, problem, stop)
@@ -187,25 +189,29 @@ def _run_and_tune(options: FitOptions, choice: Choice, problem: Problem, data: F
         rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
         posterior = replace(posterior, method=replace(posterior.method, rule=rule))
     warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
-    if "targets" in posterior.statistics:  # of Gaussian noise
-        rows = outputs_of_first_batch(posterior.tangent, posterior.likelihood, data.first)
-        if rows is not None:
-            warn_of_misfit(posterior.likelihood, *rows, posterior.statistics)
+    if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
+        warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
     own_prior = result.precision is not None or not has_prior(result.covariance)
     if own_prior and (tune is None or not tune.tunes_own_prior(posterior)):
         if not problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
             unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
             log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
-        return checked(posterior, parts)
+        return posterior, parts
     settled = posterior.prior.fixed and posterior.noise_fixed
     if tune is None:
-        return checked(posterior if settled else posterior.with_defaults())
+        return posterior if settled else posterior.with_defaults(), parts
     if settled and tune is DEFAULT_TUNING and not posterior.likelihood.regressions:
-        return checked(posterior, parts)
+        return posterior, parts
     before = time.perf_counter()
-    posterior = _tuned(tune, posterior, parts, data, runner)
+    if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, runner.count()):
+        tune = Refit()
+        log.info(
+            "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
+            "tune=lw.BoundedEvidence() skips this."
+        )
+    posterior = tuned(tune, posterior, Training(data.training, parts, runner.count()))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
-    return posterior
+    return posterior, parts
 
 
 def _posteriors_of(
@@ -241,19 +247,6 @@ def _posteriors_of(
     if parts and factor > 1:
         parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
     return whole, tuple(parts)
-
-
-def _tuned(
-    tune: Tuning, posterior: Posterior, parts: tuple[Posterior, ...], data: FitData, runner: Runner
-) -> Posterior:
-    """Returns the tuned and checked posterior. The default tuning of a small table is `Refit`."""
-    if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, runner.count()):
-        tune = Refit()
-        log.info(
-            "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
-            "tune=lw.BoundedEvidence() skips this."
-        )
-    return checked(tuned(tune, posterior, Training(data.training, parts, runner.count())), parts)
 
 
 def _stop(method: Method, problem: Problem, tune: Tuning, runner: Runner) -> Stop | None:

@@ -17,6 +17,7 @@ from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
+from ..likelihoods.inferred import check_logits
 from ..linalg import double_device
 from ..methods import Method
 from ..network.entry import outside_modes
@@ -171,7 +172,8 @@ def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> 
 
     choice = choose(options, data, count, count(), warn)
     method, shape, tangent = choice.method, choice.sizes, choice.sizes.tangent
-    check_batch(tangent, data.likelihood, data.first)
+    rows = check_batch(tangent, data.likelihood, data.first)
+    check_logits(data.likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     total, largest = _activations(tangent, data.first.inputs)
     shape = replace(shape, activations=2 * largest if tangent.treats_output_alone else total)
     footprint = method.footprint(shape)

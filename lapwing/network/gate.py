@@ -251,17 +251,10 @@ def _check_shared(inputs: Inputs, shared: Sequence[bool]) -> None:
         )
 
 
-def check_recording(
-    model: nn.Module, inputs: Inputs, recording: Recording, outputs: int, nonfinite: list[Tensor] | None = None
-) -> None:
-    """Raises unless a call has `outputs` (C or T C) finite outputs, and uses weights as on the first batch.
-
-    If `nonfinite` is a list, outputs that are not finite do not raise: the list gets a mask (B,) of their samples.
-    """
-    if nonfinite is None:
+def check_recording(model: nn.Module, inputs: Inputs, recording: Recording, outputs: int, finite: bool) -> None:
+    """Raises unless a call has `outputs` (C or T C) outputs, finite if asked for, and uses weights as before."""
+    if finite:
         check_outputs(recording.outputs, "these inputs")
-    else:
-        nonfinite.append(~recording.outputs.isfinite().all(-1))
     name = type(model).__name__
     if recording.outputs.shape[1] != outputs:
         raise _other_width(name, inputs, recording.outputs.shape, outputs)

@@ -67,10 +67,7 @@ def squared_distance(tangent: Tangent, prior: Prior) -> Tensor:
 
 def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
     """Returns `Σ s λ/(s λ + δ)`, MacKay's γ: the derivative of the log determinant with respect to log s."""
-    scale = torch.tensor(covariance.scale, dtype=torch.float64, requires_grad=True)
-    with torch.enable_grad():
-        ratio = covariance.log_det_ratio(prior.precision, scale)
-    return float(torch.autograd.grad(ratio, scale)[0]) * covariance.scale
+    return float(covariance.effective_dimension(prior.precision, covariance.scale).sum())
 
 
 def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Tensor:

@@ -269,7 +269,10 @@ def _of_uncertain(
 
 def _latent(covariance: Covariance, record: Record) -> Latent:
     """Returns the latent of one record, in its dtype."""
-    return Latent(record.outputs, tuple(term.to(record.outputs) for term in covariance.output_covariance(record)))
+    terms = covariance.output_covariance(record)
+    if record.dtype != record.outputs.dtype:
+        terms = tuple(term.to(record.outputs) for term in terms)
+    return Latent(record.outputs, terms)
 
 
 def _joint(tangent: Tangent, covariance: Covariance, inputs: Inputs, selection: Selection | None) -> JointLatent:

@@ -21,6 +21,7 @@ from ..covariance import Covariance
 from ..data.data import Data, other_size
 from ..data.progress import one_bar, tracked
 from ..errors import LapwingError
+from ..likelihoods.inferred import check_logits
 from ..likelihoods.targets import no_targets_error
 from ..methods.passes import (
     Batch,
@@ -39,6 +40,8 @@ from ..methods.rows import class_labels
 from ..methods.state import DataSummary, State
 from ..tangent import Tangent
 from ..tangent.retry import retried
+
+FIRST_ROWS = 2**12  # maximum number of rows of the first batch that show whether outputs suit the likelihood
 
 Advance = Callable[[], Any]  # counts one batch on the bar of a pass
 
@@ -100,6 +103,7 @@ class Runner:
         self._parts, self._data_size, self._checkpoint = prefixes, data_size, checkpoint or NoCheckpoint()
         self._labels: Tensor | None = None
         self._at = RunnerState()
+        self.first_rows: tuple[Tensor, Tensor] | None = None  # outputs and targets of the first batch that is summed
         self.first_parts: dict[int, tuple[Covariance, dict[str, Tensor]]] = {}  # n -> Σ and statistics of n samples
 
     def labels(self) -> Tensor:
@@ -204,7 +208,7 @@ class Runner:
             for batch in self._batches(step, problem, advance):
                 step.update(at.sums.state, batch)
                 if collects or (self._parts and isinstance(step, CurvaturePass)):
-                    at.sums.summary.add(problem.likelihood, **batch.rows())
+                    self._add(batch, problem, at.sums.summary)
 
     def _iterate(self, step: IteratePass[Any], problem: Problem, collects: bool, advance: Advance) -> None:
         at, state, done, epochs = self._at, self._at.sums.state, 0, 0
@@ -215,11 +219,19 @@ class Runner:
                 step.step(state, batch, generator)
                 done += 1
                 if collects and not epochs:
-                    at.summary.add(problem.likelihood, **batch.rows())
+                    self._add(batch, problem, at.summary)
                 if done == step.steps or step.converged(state):
                     advance()
                     return
             at.whole, epochs = True, epochs + 1
+
+    def _add(self, batch: Batch, problem: Problem, summary: DataSummary) -> None:
+        """Adds the likelihood statistics of a batch. Raises if the first outputs are probabilities, not logits."""
+        rows = batch.rows()
+        summary.add(problem.likelihood, **rows)
+        if self.first_rows is None:
+            self.first_rows = rows["outputs"][:FIRST_ROWS].clone(), rows["targets"][:FIRST_ROWS].clone()
+            check_logits(problem.likelihood, *self.first_rows, next(iter(problem.tangent.parameters.values())).dtype)
 
     def _end(self, step: Pass, problem: Problem, collects: bool) -> None:
         """Joins the sums of all ranks, and saves the finished pass."""

@@ -231,18 +231,19 @@ class Tangent:
         inputs: Any,
         cotangents: Callable[[Tensor], Any] | Tensor | None = None,
         dtype: torch.dtype | None = None,
-        nonfinite: list[Tensor] | None = None,
+        finite: bool = True,
     ) -> Record:
         """Records one chunk of B samples. The record is differentiable in the inputs if they require gradients.
 
         The cotangents are u (B, C, R), a function of the outputs that returns u, or None for the C outputs. The
-        contractions have this `dtype` (None: the accumulation dtype); `nonfinite` is as in `check_recording`.
+        contractions have this `dtype` (None: the accumulation dtype). With `finite` it raises unless the
+        outputs are finite, which waits for the device.
 
         Cost: one forward and R backward passes. Memory O(R) times the activations.
         """
         checked, dtype = self.check(inputs), dtype or self.dtype
         differentiable = checked.wants_gradient
-        recording, uses = self.recording(checked, nonfinite)
+        recording, uses = self.recording(checked, finite)
         self.sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         at = outputs if differentiable else outputs.detach()
@@ -260,8 +261,8 @@ class Tangent:
             self.recording(chunk)  # raises if an idle weight is used, also for ways that record nothing
         return checked
 
-    def recording(self, checked: Inputs, nonfinite: list[Tensor] | None = None) -> tuple[Recording, Uses]:
-        """Runs the network on a chunk, and finds the uses of each block; `nonfinite` is as in `check_recording`."""
+    def recording(self, checked: Inputs, finite: bool = True) -> tuple[Recording, Uses]:
+        """Runs the network on a chunk, and finds the uses of each block; `finite` is as in `record`."""
         chunk_limit().latest, named = checked.samples, self.parameters
         every = own_parameters(self.model) if self.plan.idle else {}
         idle = {name: every[name] for name in self.plan.idle}
@@ -271,7 +272,7 @@ class Tangent:
         recording = self.call.recorded(checked, watched | idle, spread, frozen, repeats=not idle)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
         width = recording.outputs.shape[1] if self.call.layout else self.outputs
-        check_recording(self.model, checked, recording, width, nonfinite)
+        check_recording(self.model, checked, recording, width, finite)
         noted, name = recording.noted, type(self.model).__name__
         uses = self.plan.uses_in(noted, len(recording.outputs), name)
         if not all(use.reached for use in noted):  # leave out uses without a gradient
@@ -305,23 +306,25 @@ class Tangent:
             return
         scratch = reading.scratch_per_sample * (1 if cotangents.columns is None else positions.count)
         each = positions.several and cotangents.by_position
-        nonfinite: list[Tensor] = []  # at most two device synchronisations check that outputs are finite
+        bad: list[Tensor] = []  # masks of samples; the first chunk is checked at once, and the others at the end
         length = self.chunk_length(1 if reading.variances_only else cotangents.columns, dtype, scratch)
         for part, chunk in self.check(inputs).chunks(length):
-            if part.start and not nonfinite:
-                nonfinite.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))  # the first is checked
-            for rows, record in self.recorded(chunk, cotangents, dtype, nonfinite or None):
+            if part.start and not bad:
+                bad.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))
+            for rows, record in self.recorded(chunk, cotangents, dtype, finite=not bad):
+                if bad:
+                    bad.append(~record.outputs.isfinite().all(-1))
                 rows = slice(part.start + rows.start, part.start + rows.stop)
                 yield from by_position(record, rows, reading.max_positions, cotangents) if each else [(rows, record)]
-        if nonfinite:
-            batches.check_rows(torch.cat(nonfinite), "these inputs")
+        if bad:
+            batches.check_rows(torch.cat(bad), "these inputs")
 
     def recorded(
-        self, inputs: Inputs, cotangents: Cotangents, dtype: torch.dtype, nonfinite: list[Tensor] | None = None
+        self, inputs: Inputs, cotangents: Cotangents, dtype: torch.dtype, finite: bool = True
     ) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or of each sample if a layer has the samples on another axis than before."""
         try:
-            record = self.record(inputs, cotangents, dtype, nonfinite)
+            record = self.record(inputs, cotangents, dtype, finite)
         except SampleAxisMoved as error:
             self.sample_axis.warn_once(error)
         else:

@@ -154,14 +154,15 @@ def _concatenated(rows: Rows) -> Tensor:
 
 
 def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
-    """Returns the costs of the posteriors' spread, the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` in nats.
+    """Returns the costs of the spread of posteriors that differ only in their prior, in nats.
 
-    The mean is over samples as in `candidate_latents`, with their weights, without those that do not count. A cost is
-    negative if the spread helps.
+    A cost is the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` over samples as in `candidate_latents` that count,
+    by their weights. It is negative if the spread helps.
     """
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
-    for (i, _), posterior, latent, labels, weights in candidate_latents(posteriors, lambda one: [one], loader):
+    latents = candidate_latents(posteriors[:1], lambda _: list(posteriors), loader)
+    for (_, i), posterior, latent, labels, weights in latents:
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
