@@ -228,9 +228,12 @@ def _posteriors_of(
 
     def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
         given = likelihood if has_prior(covariance) else problem.likelihood
+        dispersed, temperature = likelihood.with_dispersion(dict(statistics)), problem.temperature
+        if temperature == 1 and has_prior(covariance):
+            temperature = dispersed.dispersion_temperature(dict(statistics))
         fitted = Posterior(
-            tangent=tangent, covariance=covariance, likelihood=likelihood, prior=prior, statistics=dict(statistics),
-            samples=samples, data_factor=factor, temperature=problem.temperature,
+            tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=dict(statistics),
+            samples=samples, data_factor=factor, temperature=temperature,
             method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
             stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
         )  # fmt: skip

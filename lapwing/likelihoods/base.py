@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, cast
 
 import torch
@@ -185,6 +185,22 @@ class Likelihood(Options, ABC, Generic[P]):
     @abstractmethod
     def noise_variance(self) -> float | None:
         """σ², or None if the likelihood has none or if it is still to be tuned."""
+
+    def noise_candidates(self) -> Sequence[Likelihood[P]]:
+        """Returns this likelihood at other values of a number of its noise, of which held-out data choose one."""
+        return ()
+
+    def raised(self, prediction: Any) -> Tensor | None:
+        """Returns the numbers `E[exp(f)] > exp(E[f])` of a prediction, which a wide spread makes far too large."""
+        return None
+
+    def with_dispersion(self, statistics: dict[str, Tensor]) -> Likelihood[P]:
+        """Returns the likelihood whose predictions vary as much as its statistics show: see `Poisson`."""
+        return self
+
+    def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
+        """Returns the factor of τ that the dispersion of targets asks for: 1, unless they vary more than p(y|f)."""
+        return 1.0
 
     def of_statistics(self, statistics: dict[str, Tensor]) -> Likelihood[P]:
         """Returns the likelihood that computed these statistics: without noise ratios if these were tuned later."""

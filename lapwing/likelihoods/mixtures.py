@@ -117,7 +117,8 @@ class NormalsPrediction(RealPrediction):
     def _crps(self, y: Tensor) -> Tensor:
         """Returns `E|Y - y| - ∫ F (1 - F) dt`, the first in closed form, the integral by the trapezoidal rule.
 
-        With `t = mean + std sinh(u)` the error is below 1e-9 of the CRPS unless normals are far narrower than the std.
+        With `t = mean + s sinh(u)`, s² the geometric mean of the variances plus the variance of the means, the error is
+        below 1e-9 of the CRPS unless most normals are far narrower than the distance of their means.
         """
         means, variances, weights = self._normals
         # 1. E|N(m, v)| = m erf(m/√2v) + √(2v/π) exp(-m²/2v)
@@ -126,7 +127,7 @@ class NormalsPrediction(RealPrediction):
         score = (weights * (gap * torch.erf(ratio) + width * (-ratio.square()).exp() / math.sqrt(math.pi))).sum(0)
         # 2. the largest u (B, C), and the sum over steps of size last / (n - 1)
         mean = (weights * means).sum(0)
-        std = (weights * (variances + (means - mean).square())).sum(0).sqrt()
+        std = ((weights * variances.log()).sum(0).exp() + (weights * (means - mean).square()).sum(0)).sqrt()
         last = (((means - mean).abs() + REACH * variances.sqrt()).amax(0) / std).asinh().detach()
         for share in torch.linspace(-1.0, 1.0, SCORE_NODES, dtype=torch.float64).tolist():
             below = (weights * torch.special.ndtr((mean + std * (share * last).sinh() - means) / variances.sqrt())).sum(

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch import distributions as dist
 
-from ..covariance import AnyLatent
+from ..covariance import AnyLatent, Latent, LatentDraws
+from ..covariance.terms import EigenTerm, standard_normal
 from ..linalg import at_least_float32, doubled, seeded
-from .base import NoiselessLikelihood
+from ..options import number, option
+from .base import NoiselessLikelihood, apply_weights
 from .links import ExactLink, Link, latent_nodes
 from .mixtures import mixture_of
 from .predictions import RealPrediction
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
+
+SURE = 3.0
+"""Standard errors by which training counts must vary more than Poisson counts to have a dispersion."""
+
+DISPERSIONS = [k / 8 for k in range(-24, 17)]
+"""Candidates for log10 of the dispersion that held-out data choose."""
+
+LEAST_RATE = 1e-9
+"""Least rate that divides a squared residual."""
+
+DRAW_NODES = 16
+"""Number of rates that the noise of a rate gives each weight draw."""
 
 NEWTON_STEPS = 60
 """Number of Newton steps to the mode of an integrand, and maximum number of halvings of a range of counts."""
@@ -29,9 +44,21 @@ NEWTON_STEPS = 60
 class Poisson(NoiselessLikelihood["CountPrediction"]):
     """`y_c ~ Poisson(exp(f_c))`, independently for each of C outputs; Λ = diag(exp(f)).
 
+    Most counts vary more than Poisson counts. So predictions are `y_c ~ Poisson(ε_c exp(f_c))` with lognormal noise ε
+    of mean 1 and variance α: the mean μ stays, and the variance is `μ + α μ²`. The quasi-likelihood of such counts has
+    the curvature `Λ/φ`, so a fit multiplies τ by `φ = Σ (μ + α μ²)/Σ μ` over the training data.
+
     Outputs are logarithms of rates, as for `torch.nn.PoissonNLLLoss`. Targets are counts, whole numbers from 0 up as
     integers or floats, (B, C), or (B,) if C = 1. Write `likelihood="poisson"`, because integer targets mean classes
     by default.
+
+    Args:
+        dispersion: α >= 0. None lets the training residuals decide, `α = Σ [(y - μ)² - y]/μ / Σ μ`; it is 0 unless they
+            vary more than Poisson counts by three standard errors. `validation=` compares it with the α of highest
+            held-out likelihood.
+        fitted_dispersion: α that a fit has found.
+
+    Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.
 
     Example:
         >>> import torch
@@ -39,6 +66,8 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         torch.Size([3])
     """
 
+    dispersion: float | None = option(None, number(0), write="0.5")
+    fitted_dispersion: float = option(0.0, number(0))
     name: ClassVar[str] = "poisson"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
 
@@ -49,6 +78,36 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         """Returns `Σ_c [y f - exp(f) - log y!]`, (B,)."""
         outputs = at_least_float32(outputs)
         return _log_mass(outputs, aligned_targets("Poisson", outputs, targets)).sum(-1)
+
+    def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns the sums of log p(y|f), of `[(y - μ)² - y]/μ`, of μ, of μ² and of the number of counts."""
+        rates = doubled(outputs).exp()
+        y = aligned_targets("Poisson", rates, targets.to(rates.device)).to(rates)
+        excess = ((y - rates).square() - y) / rates.clamp_min(LEAST_RATE)
+        sums = {"excess": excess, "rates": rates, "squared_rates": rates.square(), "counts": torch.ones_like(rates)}
+        each = {name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()}
+        return {**super().statistics(outputs, targets, weights), **each}
+
+    @property
+    def alpha(self) -> float:
+        """α, the variance of the noise of a rate."""
+        return self.fitted_dispersion if self.dispersion is None else self.dispersion
+
+    def noise_candidates(self) -> list[Poisson]:
+        return [replace(self, fitted_dispersion=10**k) for k in DISPERSIONS] if self.dispersion is None else []
+
+    def raised(self, prediction: CountPrediction) -> Tensor | None:
+        return prediction.mean if self.dispersion is None else None
+
+    def with_dispersion(self, statistics: dict[str, Tensor]) -> Poisson:
+        excess, rates, counts = (float(statistics.get(name, 0.0)) for name in ("excess", "rates", "counts"))
+        surely = (
+            self.dispersion is None and excess > SURE * (2 * counts) ** 0.5
+        )  # of Poisson counts the excess has the variance 2
+        return replace(self, fitted_dispersion=excess / rates if surely else 0.0)
+
+    def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
+        return 1.0 + self.alpha * float(statistics.get("squared_rates", 0.0) / statistics.get("rates", 1.0))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(exp(f/2))`, (B, C, C)."""
@@ -63,18 +122,34 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     ) -> CountPrediction:
         """Returns the distribution of y: moments in closed form, the rest by quadrature; `generator` is not used."""
         self.choose_link(latent, link)
-        return CountPrediction(latent)
+        return CountPrediction(latent, self.alpha)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CountPrediction(RealPrediction):
     """Counts with uncertain rates at B inputs: `∫ Poisson(y; exp(f)) N(f; m, v) df`, one output at a time.
 
-    Mean and variances are exact. Weight draws give an equal mixture over the draws. The C outputs of one input are
-    assumed independent.
+    With a dispersion α the integral is over `f + log ε`, which is normal, too. Mean and variances are exact. Weight
+    draws give an equal mixture over the draws. The C outputs of one input are assumed independent.
     """
 
     latent: AnyLatent
+    dispersion: float = 0.0
+
+    @cached_property
+    def _noisy(self) -> AnyLatent:
+        """The latent of `f + log ε`, with `log ε ~ N(-s/2, s)` and `s = log(1 + α)`; equal draws of both."""
+        spread = math.log1p(self.dispersion)
+        if not spread:
+            return self.latent
+        if self.latent.draws is None:
+            mean, variance = (at_least_float32(part) for part in (self.latent.mean, self.latent.variance))
+            return Latent(mean - 0.5 * spread, (EigenTerm(None, variance + spread),))
+        draws = at_least_float32(self.latent.draws)
+        noise = torch.special.ndtri((torch.arange(DRAW_NODES, device=draws.device) + 0.5) / DRAW_NODES)
+        noise = (noise * (spread / noise.square().mean()) ** 0.5).to(draws)
+        noise = noise - noise.exp().mean().log()
+        return LatentDraws((draws + noise[:, None, None, None]).flatten(0, 1))
 
     @property
     def mean(self) -> Tensor:
@@ -99,19 +174,19 @@ class CountPrediction(RealPrediction):
 
     @property
     def aleatoric_variance(self) -> Tensor:
-        """Mean over rates of the variance of y, which equals the mean of y, (B, C)."""
-        return self.mean
+        """Mean over rates of the variance of y, `E[μ + α μ²]`, (B, C)."""
+        return self.mean + self.dispersion * (self.epistemic_variance + self.mean.square())
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log probability of the counts (B, C), summed over the counts of one input, (B,).
 
         The trapezoidal rule around the mode of each integrand has no error but rounding, for any count and variance.
         """
-        draws, mean = self.latent.draws, at_least_float32(self.latent.mean)
+        draws, mean = self._noisy.draws, at_least_float32(self._noisy.mean)
         y = doubled(self._targets(targets))
         if draws is not None:
             return (_log_mass(doubled(draws), y).logsumexp(0) - math.log(len(draws))).sum(-1).to(mean)
-        return _log_predictive(doubled(mean), doubled(self.latent.variance), y).sum(-1).to(mean)
+        return _log_predictive(doubled(mean), doubled(self._noisy.variance), y).sum(-1).to(mean)
 
     def _is_discrete(self) -> bool:
         return True
@@ -119,11 +194,14 @@ class CountPrediction(RealPrediction):
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C), as floats: counts for drawn rates, joint across inputs if the latent is joint."""
         generator = seeded(generator, self.latent.mean.device)
-        return torch.poisson(at_least_float32(self.latent.sample(n, generator)).exp(), generator)
+        f, spread = at_least_float32(self.latent.sample(n, generator)), math.log1p(self.dispersion)
+        if spread:
+            f = f + spread**0.5 * standard_normal(f.shape, f, generator) - 0.5 * spread
+        return torch.poisson(f.exp(), generator)
 
     def distribution(self) -> dist.Distribution:
         """Returns a mixture of Poissons over 65 rates or over the draws, with batch shape (B,), event shape (C,)."""
-        outputs, weights = latent_nodes(self.latent)
+        outputs, weights = latent_nodes(self._noisy)
         return mixture_of(dist.Poisson, weights, outputs.exp())
 
     def _targets(self, targets: Tensor) -> Tensor:
@@ -132,7 +210,7 @@ class CountPrediction(RealPrediction):
     @torch.no_grad()
     def _quantile(self, probability: float) -> Tensor:
         """Returns the smallest counts with `P(y <= count) >= probability`, (B, C), which are not differentiable."""
-        outputs, weights = latent_nodes(self.latent)
+        outputs, weights = latent_nodes(self._noisy)
         rates = outputs.exp()
         highest = rates.amax(0).clamp_max(1e15)
         low, high = torch.full_like(highest, -1.0), (highest + 10.0 * highest.sqrt() + 40.0).floor()
@@ -145,7 +223,7 @@ class CountPrediction(RealPrediction):
         return high.to(self.mean)
 
     def _below(self, y: Tensor) -> Tensor:
-        outputs, weights = latent_nodes(self.latent)
+        outputs, weights = latent_nodes(self._noisy)
         return self._distribution_function(y.to(outputs), outputs.exp(), weights)
 
     def _distribution_function(self, counts: Tensor, rates: Tensor, weights: Tensor) -> Tensor:
@@ -155,9 +233,9 @@ class CountPrediction(RealPrediction):
         distribution function over `f = log g`, `g ~ Gamma(k + 1)`.
         """
         averaged = (weights * torch.special.gammaincc((counts + 1.0).expand_as(rates), rates)).sum(0)
-        if self.latent.draws is not None:
+        if self._noisy.draws is not None:
             return averaged
-        mean, std = doubled(self.latent.mean), (doubled(self.latent.variance) + LEAST_VARIANCE).sqrt()
+        mean, std = doubled(self._noisy.mean), (doubled(self._noisy.variance) + LEAST_VARIANCE).sqrt()
         f, log_step = _stretched((counts + 1.0).log(), (counts + 1.0).rsqrt())
         log_density = (counts + 1.0) * f - f.exp() - torch.lgamma(counts + 1.0)
         by_parts = ((log_density + log_step).exp() * torch.special.ndtr((f - mean) / std)).sum(0)

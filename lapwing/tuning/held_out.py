@@ -32,6 +32,7 @@ from .search import evenly
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
 WIDTH_OUTPUTS = 200  # of an input with more outputs, over all positions, a mean variance uses some positions
 HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 of T of a head, or of its σ² over the σ² in the curvature
+MOST_RAISED = 1.02  # maximum of the sum of `Likelihood.raised`, over its least value of all candidates
 PROBES = 4  # random combinations of C outputs, if an input has more than 1 000 outputs that need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]
@@ -112,6 +113,7 @@ class _ScoreTable:
     def __init__(self, aim: Aim = DEFAULT_AIM, noises: Sequence[float] = (), every: bool = False) -> None:
         self._aim, self._noises, self._every = aim, noises, every  # `every` keeps samples that do not count
         self._rows: Rows = {}
+        self._raised: dict[Place, float] = {}  # sums of `Likelihood.raised`
         self._uniform: dict[Place, Tensor] = {}  # (K, 2): sums of log p of a uniform label, and their number
         self.known = False  # whether a target counts
 
@@ -130,6 +132,9 @@ class _ScoreTable:
         outputs, labels = outputs.repeat(many, 1), labels.repeat(many, *[1] * (labels.ndim - 1))
         likelihoods = [likelihood.with_noise_variance(noise) for noise in self._noises] or [likelihood]
         predictions = [one.predict(latent, link) for one in likelihoods for latent in latents]
+        raised = likelihood.raised(predictions[0])
+        if raised is not None:
+            self._raised[place] = self._raised.get(place, 0.0) + float(raised.sum())
         scores = torch.cat([one.log_prob(labels).unflatten(0, (many, -1)) for one in predictions])
         uniform: Any = [one.pseudo_row(outputs) for one in predictions]
         if uniform[0] is not None:
@@ -143,6 +148,9 @@ class _ScoreTable:
         if self._uniform:  # an equal part for each sample, so that paired differences keep their standard errors
             sums, numbers = torch.stack([sums for _, sums in sorted(self._uniform.items())]).unbind(2)
             scores += (sums / numbers.clamp_min(1) / scores.shape[-1]).to(scores)[..., None]
+        for at, (place, total) in enumerate(sorted(self._raised.items())):
+            if not total <= MOST_RAISED * min(self._raised[other] for other in self._raised if other[0] == place[0]):
+                scores[at] = -torch.inf
         return scores
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from ..covariance import has_prior
+from ..covariance import has_prior, without_spread
 from ..data.data import Data
+from ..data.inputs import checked
+from ..likelihoods import Likelihood
+from ..linalg import doubled
+from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..posterior import Posterior
 from ..prediction.aim import Aim
@@ -45,6 +50,32 @@ def with_latent_factor(posterior: Posterior, held_out: Data, aim: Aim) -> Poster
     factor = 10 ** refined(LATENT_FACTORS, means.tolist(), best)
     log.info("Held-out data multiply the temperature of the curvature by %.3g", factor)
     return _times(posterior, factor)
+
+
+def with_other_noise(posteriors: Sequence[Posterior], held_out: Data) -> list[Posterior]:
+    """Returns the posteriors, and also with the noise of highest likelihood at held-out outputs f without spread.
+
+    Without such noise, the spread of the weights would take its place, and be far too wide where data are few.
+    """
+    tangent, candidates = posteriors[0].tangent, posteriors[0].likelihood.noise_candidates()
+    if not candidates:
+        return list(posteriors)
+    totals = torch.zeros(len(candidates), dtype=torch.float64)
+    for samples in checked(held_out, tangent.device):
+        rows = Batch.of(tangent, samples).rows()
+        latent = without_spread(doubled(rows["outputs"]))
+        totals += torch.stack([one.predict(latent).log_prob(rows["targets"]).sum() for one in candidates]).cpu()
+    found = candidates[int(totals.argmax())]
+    return [*posteriors, *(_with_noise(one, found) for one in posteriors)]
+
+
+def _with_noise(posterior: Posterior, likelihood: Likelihood) -> Posterior:
+    """Returns the posterior with other noise, and with the temperature that belongs to it, unless the user gave one."""
+    before, after = (one.dispersion_temperature(posterior.statistics) for one in (posterior.likelihood, likelihood))
+    moved = replace(posterior, likelihood=likelihood)
+    if posterior.temperature != before or not has_prior(posterior.covariance):
+        return moved
+    return replace(moved, temperature=after).at(posterior.prior.precision, None)
 
 
 def _times(posterior: Posterior, factor: float) -> Posterior:

@@ -30,7 +30,7 @@ from .evidence import no_rank_error
 from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of_samples
 from .held_out_choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
-from .latent_factor import with_latent_factor
+from .latent_factor import with_latent_factor, with_other_noise
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
 from .regression_width import SAMPLES, inputs_read, trained_values
 from .search import ascend, evenly
@@ -212,7 +212,7 @@ class Validation(_OnHeldOutData):
         best = posterior
         if not posterior.prior.fixed or not posterior.noise_fixed or self.ranks or open_numbers:
             best = best_of(
-                with_ranks(posterior, self.ranks), self.decades, self.points, held_out,
+                with_other_noise(with_ranks(posterior, self.ranks), held_out), self.decades, self.points, held_out,
                 TEMPERATURES if self.tempered else (), self.tolerance, self._trained(posterior, training), self._aim,
             )  # fmt: skip
         best = with_latent_factor(best, held_out, self._aim)

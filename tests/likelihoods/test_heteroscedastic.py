@@ -11,6 +11,8 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import DenseTerm
 from tests.likelihoods.fakes import FakeDraws, joint_latent, random_latent
 
 LIKELIHOOD = lw.HeteroscedasticGaussian()
@@ -32,6 +34,25 @@ def test_density_is_the_integral_over_mean_and_log_variance():
         wanted[b] += (mass @ density).log()
     torch.testing.assert_close(prediction.log_prob(y), wanted, rtol=0, atol=1e-6)
     torch.testing.assert_close(prediction.distribution().log_prob(y), prediction.log_prob(y))
+
+
+@pytest.mark.parametrize(("spread", "tolerance"), [(0.3, 1e-12), (3.0, 1e-10), (10.0, 1e-8), (30.0, 1e-3)])
+def test_the_crps_of_a_very_uncertain_noise(spread, tolerance):
+    """Pairs of the normals give it exactly: `E|Y - y| - 1/2 E|Y - Y'|`."""
+    mean = torch.tensor([[0.3, -0.7]]).double().expand(20, 2)
+    covariance = torch.tensor([[0.2, 0.1], [0.1, spread]]).double().expand(20, 2, 2)
+    prediction = LIKELIHOOD.predict(Latent(mean, (DenseTerm(covariance),)))
+    y, (means, variances, weights) = torch.linspace(-5, 5, 20)[:, None].double(), prediction._normals
+
+    def size(gap, variance):
+        return (
+            gap * (gap / (2 * variance).sqrt()).erf()
+            + (2 * variance / math.pi).sqrt() * (-(gap**2) / 2 / variance).exp()
+        )
+
+    pairs = [weights * size(means - m, variances + v) * w for m, v, w in zip(means, variances, weights, strict=True)]
+    wanted = (weights * size(y - means, variances)).sum(0) - 0.5 * torch.stack(pairs).sum((0, 1))
+    torch.testing.assert_close(prediction.crps(y), wanted, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("latent", [random_latent(size=4, scale=0.5), joint_latent(size=4)], ids=["batch", "joint"])

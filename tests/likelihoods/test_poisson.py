@@ -75,3 +75,99 @@ def test_weight_draws_are_a_mixture():
     mass = torch.stack([family.log_prob(torch.full((3, 2), float(k))).exp() for k in range(100)]).cumsum(0)
     assert bool((mass.gather(0, high.long()[None]) >= 0.9).all())
     assert bool((torch.where(low > 0, mass.gather(0, (low - 1).clamp_min(0).long()[None])[0], 0) < 0.1).all())
+
+
+ALPHA = 0.7
+
+
+def noisy(latent):
+    """The latent of `f + log ε`, as the definition has it."""
+    spread = math.log1p(ALPHA)
+    return MarginalLatent(latent.mean - spread / 2, latent.variance + spread)
+
+
+def test_dispersed_counts_have_the_same_mean_and_more_variance():
+    latent = MarginalLatent(torch.tensor([[0.5], [2.0]]).double(), torch.tensor([[0.1], [0.3]]).double())
+    plain, prediction = lw.Poisson().predict(latent), lw.Poisson(dispersion=ALPHA).predict(latent)
+    same = lw.Poisson().predict(noisy(latent))
+    torch.testing.assert_close(prediction.mean, plain.mean)
+    torch.testing.assert_close(prediction.epistemic_variance, plain.epistemic_variance)
+    torch.testing.assert_close(prediction.variance, same.variance)  # the law of total variance, both ways
+    y = torch.tensor([[3.0], [0.0]])
+    torch.testing.assert_close(prediction.log_prob(y), same.log_prob(y))
+    torch.testing.assert_close(prediction.pit(y), same.pit(y))
+    for end, wanted in zip(prediction.interval(0.9), same.interval(0.9), strict=True):
+        assert torch.equal(end, wanted)
+    assert bool((prediction.interval(0.9)[1] > plain.interval(0.9)[1]).all())
+
+
+def test_draws_of_dispersed_counts():
+    x = torch.ones(2, 2).double()
+    latent = lw.fit(nn.Linear(2, 1).double().eval(), [(x, torch.ones(2, 1))], likelihood="poisson",
+                    prior_precision=4.0).latent(x)  # fmt: skip
+    prediction = lw.Poisson(dispersion=ALPHA).predict(latent)
+    draws = prediction.sample(200_000)
+    torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0.02, atol=0)
+    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.1, atol=0)
+    few, y = latent.sample(5), torch.tensor([[3.0], [0.0]])
+    mixture = lw.Poisson(dispersion=ALPHA).predict(FakeDraws(few))
+    torch.testing.assert_close(mixture.mean, few.exp().mean(0))
+    each = [lw.Poisson().predict(noisy(MarginalLatent(one, torch.zeros_like(one)))).log_prob(y) for one in few]
+    wanted = torch.stack(each).logsumexp(0) - math.log(5)
+    torch.testing.assert_close(mixture.log_prob(y), wanted, rtol=0, atol=0.03)  # 16 rates for each draw
+
+
+def many_counts(dispersion, rows=800):
+    """Counts with `variance = (1 + dispersion) mean`, and a network that knows the mean."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 2, generator=generator).double()
+    rates = (1.0 + 0.5 * x[:, :1]).exp()
+    if dispersion:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            rates = dist.Gamma(rates / dispersion, 1 / dispersion).sample()
+    model = nn.Linear(2, 1).double().eval()
+    model.weight.data, model.bias.data = torch.tensor([[0.5, 0.0]]).double(), torch.ones(1).double()
+    return model, x, torch.poisson(rates, generator)
+
+
+def test_residuals_decide_on_the_dispersion():
+    model, x, y = many_counts(3.0)
+    posterior = lw.fit(model, (x, y), lw.Full(), likelihood="poisson", prior_precision=1.0)
+    rates = model(x).exp().detach()
+    alpha = float((((y - rates).square() - y) / rates).sum() / rates.sum())
+    assert posterior.likelihood.alpha == pytest.approx(alpha, rel=1e-9)
+    factor = 1 + alpha * float(rates.square().sum() / rates.sum())
+    assert posterior.temperature == pytest.approx(factor, rel=1e-9)
+    ones = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    covariance = torch.linalg.inv((ones * rates).T @ ones / factor + torch.eye(3).double())
+    torch.testing.assert_close(posterior.covariance.to_dense(), covariance)
+    # a weight counts as copies, and α does not depend on a factor of all weights
+    again = lw.fit(model, [(x, y, 2 * torch.ones(len(x)))], lw.Full(), likelihood="poisson", sample_weights=True)
+    assert again.likelihood.alpha == pytest.approx(alpha, rel=1e-6)
+
+
+def test_counts_of_a_poisson_law_have_no_dispersion():
+    model, x, y = many_counts(0.0)
+    posterior = lw.fit(model, (x, y), likelihood="poisson")
+    assert (posterior.likelihood.alpha, posterior.temperature) == (0.0, 1.0)
+    plain = lw.fit(model, (x, y), likelihood=lw.Poisson(dispersion=0.0))
+    assert torch.equal(posterior.predict(x).variance, plain.predict(x).variance)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_intervals_of_dispersed_counts_cover_and_the_mean_stays(held_out, tmp_path):
+    model, x, y = many_counts(9.0, 1600)
+    validation = (x[500:800], y[500:800]) if held_out else None
+    posterior = lw.fit(model, (x[:500], y[:500]), likelihood="poisson", validation=validation)
+    prediction = posterior.predict(x[800:])
+    low, high = prediction.interval(0.9)
+    assert 0.85 < ((low <= y[800:]) & (y[800:] <= high)).double().mean() < 0.97
+    assert float((prediction.mean / model(x[800:]).exp().detach()).max()) < 1.5
+    posterior.save(tmp_path / "counts.safetensors")
+    loaded = lw.load(tmp_path / "counts.safetensors", model).predict(x[800:])
+    assert torch.equal(loaded.log_prob(y[800:]), prediction.log_prob(y[800:]))
+    deployed = lw.deploy(posterior, x[:50])
+    for name, value in zip(deployed.returns, deployed(x[:20]), strict=True):
+        wanted = getattr(posterior.predict(x[:20], via=deployed.via), name)
+        torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-9)

@@ -93,7 +93,9 @@ def test_numbers_whose_gradients_exceed_the_budget_are_refused() -> None:
     tangent = posterior.tangent
     one = replace(posterior, tangent=replace(tangent, memory=2 * (tangent.size + 12) * 8))  # its products one by one
     close(one.of(lambda f: f(x).sum(0), observed=True).covariance, wanted.covariance)
-    with pytest.raises(lw.LapwingError, match=r"posterior.of .* gradients of 3 numbers.* memory=\d+ .* fewer at a time"):
+    with pytest.raises(
+        lw.LapwingError, match=r"posterior.of .* gradients of 3 numbers.* memory=\d+ .* fewer at a time"
+    ):
         one.of(lambda f: f(x)[:3, 0], observed=True)
 
 

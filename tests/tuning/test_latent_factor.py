@@ -13,6 +13,7 @@ import lapwing as lw
 from tests.trained import train
 
 F64 = torch.float64
+PLAIN = lw.Poisson(dispersion=0.0)
 
 
 def counts(rows: int, seed: int, excess: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ def network(excess: float = 1.0) -> nn.Module:
 @cache
 def fitted(excess: float = 1.0, **options: Any) -> lw.Posterior:
     options = {"validation": counts(200, 2, excess), **options}
-    return lw.fit(network(excess), counts(400, 1, excess), lw.KFAC(), likelihood=lw.Poisson(), **options)
+    return lw.fit(network(excess), counts(400, 1, excess), lw.KFAC(), likelihood=PLAIN, **options)
 
 
 def score(posterior: lw.Posterior) -> float:
@@ -44,13 +45,13 @@ def test_the_covariance_is_multiplied_by_the_best_factor():
     posterior, x = fitted(), counts(30, 3)[0]
     factor = posterior.temperature
     assert factor > 3
-    plain = lw.fit(network(), counts(400, 1), lw.KFAC(), likelihood=lw.Poisson(),
+    plain = lw.fit(network(), counts(400, 1), lw.KFAC(), likelihood=PLAIN,
                    prior_precision=posterior.prior_precision * factor, tune=None)  # fmt: skip
     torch.testing.assert_close(posterior.latent(x).covariance, factor * plain.latent(x).covariance)
     best = score(posterior)
     assert best > score(plain) + 0.1
     for other in (0.5 * factor, 2 * factor):
-        wide = lw.fit(network(), counts(400, 1), lw.KFAC(), likelihood=lw.Poisson(), temperature=other,
+        wide = lw.fit(network(), counts(400, 1), lw.KFAC(), likelihood=PLAIN, temperature=other,
                       prior_precision=posterior.prior_precision * factor / other, tune=None)  # fmt: skip
         assert best > score(wide)
     x, y = counts(200, 4)
@@ -63,7 +64,7 @@ def test_a_given_prior_precision_and_a_given_temperature_stay():
     assert given.prior_precision == 2.0
     assert given.temperature > 3
     assert given.method.tuning is not None
-    again = lw.fit(network(), counts(400, 1), lw.KFAC(), likelihood=lw.Poisson(), prior_precision=2.0,
+    again = lw.fit(network(), counts(400, 1), lw.KFAC(), likelihood=PLAIN, prior_precision=2.0,
                    temperature=given.temperature, tune=None)  # fmt: skip
     x = counts(30, 3)[0]
     torch.testing.assert_close(given.latent(x).variance, again.latent(x).variance)
@@ -93,7 +94,7 @@ def test_the_factor_stays_in_files_and_updates(tmp_path):
     further = posterior.update(counts(100, 5))
     assert further.temperature == posterior.temperature
     wanted = lw.fit(posterior.model, tuple(map(torch.cat, zip(counts(400, 1), counts(100, 5), strict=True))), lw.KFAC(),
-                    likelihood=lw.Poisson(), prior_precision=posterior.prior_precision,
+                    likelihood=PLAIN, prior_precision=posterior.prior_precision,
                     temperature=posterior.temperature, tune=None)  # fmt: skip
     torch.testing.assert_close(further.latent(x).variance, wanted.latent(x).variance)
     tuned = posterior.update(counts(100, 5), tune=lw.Validation(counts(200, 2)))
