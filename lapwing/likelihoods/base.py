@@ -30,8 +30,10 @@ Integrals = dict[type[Link], Callable[..., Tensor]]
 """Link class -> function that computes an expectation with a link of this class."""
 
 
-def apply_weights(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns values (B, ...) times weights (B,); a weight of 0 gives 0 even for an infinite value or NaN."""
+def apply_weights(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Returns values (B, ...) times weights (B,), or None for ones; 0 times an infinite value or NaN is 0."""
+    if weights is None:
+        return values
     weights = weights.to(values).reshape(-1, *[1] * (values.ndim - 1))
     return torch.where(weights == 0, 0.0, values) * weights
 
@@ -395,7 +397,7 @@ class NoiselessLikelihood(Likelihood[P]):
         """Returns `{"log_likelihood": Σ w log p(y|f)}`, a float64 scalar."""
         outputs = doubled(outputs)
         logs = self.log_prob(outputs, targets.to(outputs.device))
-        return {"log_likelihood": (logs if weights is None else apply_weights(logs, weights)).sum()}
+        return {"log_likelihood": apply_weights(logs, weights).sum()}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         return statistics["log_likelihood"]

@@ -110,7 +110,7 @@ class Censored(Likelihood["CensoredPrediction"]):
         noise = 10 ** EXPONENTS.to(outputs.device)[:, None, None] if open_noise else self.noise_variance
         logs = self._log_prob(outputs, targets, noise)  # (B,) or (K, B)
         logs = logs.mT if open_noise else logs
-        sums = (logs if weights is None else apply_weights(logs, weights)).sum(0)
+        sums = apply_weights(logs, weights).sum(0)
         return {"log_likelihoods" if open_noise else "log_likelihood": sums}
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:

@@ -160,8 +160,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
             sums["log_ratio"] = counts * ratios.log()
         of_targets = torch.stack([counts, counts * values / ratios.sqrt()], 1)  # (B, 2, C)
         return {
-            **{name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()},
-            "targets": (of_targets if weights is None else apply_weights(of_targets, weights)).sum(0),
+            **{name: apply_weights(v, weights).sum() for name, v in sums.items()},
+            "targets": apply_weights(of_targets, weights).sum(0),
         }
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:

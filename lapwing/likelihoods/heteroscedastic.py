@@ -76,8 +76,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         mean, log_variance = _mean_and_log_variance(doubled(outputs))
         residual = aligned_targets("HeteroscedasticGaussian", mean, targets.to(mean.device)) - mean
         squares = (residual.square() * (-log_variance).exp()).nan_to_num(0.0).mean(-1)
-        squares = squares if weights is None else apply_weights(squares, weights)
-        return {**super().statistics(outputs, targets, weights), SQUARES: squares.sum()}
+        return {**super().statistics(outputs, targets, weights), SQUARES: apply_weights(squares, weights).sum()}
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(exp(-s/2), 1/√2)`, (B, 2K, 2K)."""

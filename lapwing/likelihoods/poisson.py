@@ -85,7 +85,7 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         y = aligned_targets("Poisson", rates, targets.to(rates.device)).to(rates)
         excess = ((y - rates).square() - y) / rates.clamp_min(LEAST_RATE)
         sums = {"excess": excess, "rates": rates, "squared_rates": rates.square(), "counts": torch.ones_like(rates)}
-        each = {name: (v if weights is None else apply_weights(v, weights)).sum() for name, v in sums.items()}
+        each = {name: apply_weights(v, weights).sum() for name, v in sums.items()}
         return {**super().statistics(outputs, targets, weights), **each}
 
     @property

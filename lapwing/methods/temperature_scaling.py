@@ -121,7 +121,7 @@ class _Scores(SumPass[LogLikelihoods]):
         self._likelihood.check(outputs, targets)
         counted = self._likelihood.labelled(targets)
         every = torch.ones(len(outputs)).to(outputs) if counted is None else counted.to(outputs)
-        every = every if weights is None else apply_weights(every, weights)
+        every = apply_weights(every, weights)
         state.weight += doubled(every).sum().cpu()
         for k, exponent in enumerate(TEMPERATURE_GRID.tolist()):
             prediction = self._likelihood.with_logit_temperature(10**exponent).predict(without_spread(outputs))

@@ -190,7 +190,7 @@ def _score_of(
             scaled = latent.scaled(factor)
             if expected:  # draws, if there are any, are the same at every scale
                 values = likelihood.log_power_mean(scaled.mean, scaled.covariance, targets, 0.0, link=link)
-                values = values if weights is None else apply_weights(values, weights.to(values))
+                values = apply_weights(values, weights)
             else:
                 prediction = likelihood.predicted(scaled, link, None, features)
                 values, uniform = prediction.log_prob(targets), prediction.pseudo_row(latent.mean)

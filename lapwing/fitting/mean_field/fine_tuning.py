@@ -135,7 +135,7 @@ class FineTuning(IteratePass[Descent]):
                 if likelihood.needs_noise:
                     summary.add(likelihood, rows.detach(), targets, weights)
                 logs = known.log_prob(rows, targets)
-                value = (logs if weights is None else apply_weights(logs, weights)).sum()
+                value = apply_weights(logs, weights).sum()
                 parts = torch.autograd.grad(value, list(leaves.values()))
             for total, gradient in zip(gradients.values(), parts, strict=True):
                 total += gradient

@@ -32,7 +32,7 @@ class ObjectiveRows(NamedTuple):
 
     def times_weights(self, values: Tensor) -> Tensor:
         """Returns values (N,), each times the weight of its row."""
-        return values if self.weights is None else apply_weights(values, self.weights)
+        return apply_weights(values, self.weights)
 
 
 def picked_count(positions: int, outputs: int) -> int:
