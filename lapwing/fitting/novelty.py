@@ -325,7 +325,7 @@ def features_of(tangent: Tangent, inputs: Inputs) -> Tensor:
     """Returns the features (B, D): the inputs of the last layers, averaged over positions and joined."""
     parts = []
     for _, chunk in tangent.check(Inputs.of(inputs, tangent.device)).chunks(tangent.chunk_length(1)):
-        recording, uses = tangent.recording(chunk)
+        recording, uses = tangent.traced(chunk)
         found: dict[int, Tensor] = {}  # layers that read the same features count once
         for i, axis, _ in (use for every in uses.values() for use in every):
             use = recording.noted[i].use

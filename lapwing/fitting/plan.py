@@ -200,7 +200,7 @@ def _activations(tangent: Tangent, inputs: Inputs) -> tuple[int, int]:
 
     handle = register_module_forward_hook(note)
     try:
-        tangent.recording(tangent.check(one))
+        tangent.traced(tangent.check(one))
     finally:
         handle.remove()
     return sum(sizes), max(sizes)

@@ -111,7 +111,7 @@ class FisherRoot(Cotangents):
 
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns the root at outputs (B, C), or (B, T C)."""
-        count, drawn = outputs.shape[1] // self._outputs, self.samples(outputs)
+        count, drawn = outputs.shape[1] // self._outputs, self.is_drawn_at(outputs)
         if drawn and not self._logged:
             where = f" at {count} positions" if count > 1 else ""
             times = "one draw" if self.draws == 1 else f"{self.draws} draws"
@@ -135,7 +135,7 @@ class FisherRoot(Cotangents):
         whole[:, places, :, places] = each.transpose(0, 1)
         return whole.flatten(3).flatten(1, 2)
 
-    def samples(self, outputs: Tensor) -> bool:
+    def is_drawn_at(self, outputs: Tensor) -> bool:
         """Whether the root at outputs (B, C), or (B, T C), is drawn."""
         return self.sampled or outputs.shape[1] > EXACT_FISHER_OUTPUTS
 

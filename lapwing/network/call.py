@@ -1,7 +1,7 @@
 """A network, how a batch calls it, and what its outputs are. A `Call` runs the network in three ways.
 
 Plainly (`rows`, `shaped`), with other values of some parameters (`rows_with`), and with a `Recording` of the parameters
-that are used (`recorded`).
+that are used (`traced`).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Call:
                 CallModule(self), {f"model.{name}": value for name, value in values.items()}, (inputs.value,)
             )
 
-    def recorded(
+    def traced(
         self,
         inputs: Inputs,
         watched: Mapping[str, Tensor],
@@ -160,13 +160,13 @@ class Call:
             if module is not None and state is not None:
                 recorder = Recorder(watched, spread, frozen)
                 shaped = self.shaped(inputs, recorder.since_call_of(module), state.after_errors())
-                recording = recorder.recording(shaped, self.layout, inputs)
+                recording = recorder.recording_of(shaped, self.layout, inputs)
                 if len(recording.noted) == uses and recording.plain and not recording.routed:
                     return recording
             if state is None or not state.is_same():
                 state = PreservedState(self.model)
             recorder = Recorder(watched, spread, frozen)
-            recording = recorder.recording(self.shaped(inputs, recorder, state), self.layout, inputs)
+            recording = recorder.recording_of(self.shaped(inputs, recorder, state), self.layout, inputs)
             if repeats:
                 self.known.add(watched, inputs, state, recording, whole=recorder.rounds or module is not None)
         return recording

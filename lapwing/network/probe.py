@@ -130,7 +130,7 @@ def _recorded(
     names = with_entries(names, parameters)
     late = {name: watched[name] for name in names if name in watched and not watched[name].requires_grad}
     if late:  # only these frozen parameters need gradients; masks and tables may not accept them
-        elsewhere = call.recorded(few, late, frozen=list(late.values())).elsewhere
+        elsewhere = call.traced(few, late, frozen=list(late.values())).elsewhere
         recording = recording._replace(elsewhere=recording.elsewhere | elsewhere)
     return names, idle, recording, first
 
@@ -138,17 +138,17 @@ def _recorded(
 def _recorded_spread(call: Call, inputs: Inputs, watched: Mapping[str, Tensor], frozen: Sequence[Tensor]) -> Recording:
     """Records the network with tables expanded over the samples, unless this changes its outputs."""
     try:
-        outputs, noted, *_ = recording = call.recorded(inputs, watched, inputs.samples, frozen)
+        outputs, noted, *_ = recording = call.traced(inputs, watched, inputs.samples, frozen)
     except OutputsWithPositions:
         raise
     except (LapwingError, RuntimeError, TypeError, ValueError, IndexError):  # it may reject the table's new shape
-        return call.recorded(inputs, watched, frozen=frozen)
+        return call.traced(inputs, watched, frozen=frozen)
     if any(use.spread for use in noted):
         with torch.no_grad(), without_compiled():
             plain = call.rows(inputs)
         tolerance = torch.finfo(plain.dtype).eps ** 0.5 * plain.abs().max().clamp_min(1.0)
         if plain.shape != outputs.shape or not (plain - outputs).abs().max() <= tolerance:
-            return call.recorded(inputs, watched, frozen=frozen)
+            return call.traced(inputs, watched, frozen=frozen)
     return recording
 
 
@@ -334,7 +334,7 @@ def _check_repeatable(
                 f"{name} writes its inputs in place, so that a second call on the same batch gives other outputs. Pass "
                 "forward=lambda model, x: model(x.clone()), or write x = x + 1 instead of x += 1 in forward()."
             )
-        same = drew or len(shapes) > 1 or (call.recorded(inputs, parameters).outputs - outputs).abs().max() > tolerance
+        same = drew or len(shapes) > 1 or (call.traced(inputs, parameters).outputs - outputs).abs().max() > tolerance
         if not same:
             raise LapwingError(
                 f"{name} gives other outputs (by {float(difference):.2g}) if no gradient is needed, as the fast path "

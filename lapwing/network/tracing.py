@@ -77,7 +77,7 @@ class Recording(NamedTuple):
 
 
 class Recorder(EagerMode):
-    """Function mode that records the uses of parameters. `Call.recorded` explains the arguments."""
+    """Function mode that records the uses of parameters. `Call.traced` explains the arguments."""
 
     def __init__(self, watched: Mapping[str, Tensor], spread: int = 1, frozen: Sequence[Tensor] = ()) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Recorder(EagerMode):
                     return next((value for value in args if out is self._stand_ins.get(id(value))), out)
         return function(*args, **kwargs)
 
-    def recording(self, shaped: Tensor, layout: Positions | None, inputs: Inputs) -> Recording:
+    def recording_of(self, shaped: Tensor, layout: Positions | None, inputs: Inputs) -> Recording:
         """Returns the recording of a call, from its outputs in their own shape, and their layout.
 
         If the graph of the outputs ends at watched parameters, these are used `elsewhere`, since recorded uses have

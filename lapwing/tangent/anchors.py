@@ -84,7 +84,7 @@ class Anchors:
         requests = [
             (slots.reshape(-1, u.columns)[rows].flatten(), inputs.take(rows), u.take(rows))
             for slots, inputs, u in self.requests(dtype, 0, share=2)
-            for rows, _ in self.tangent.recorded(inputs, u, dtype)
+            for rows, _ in self.tangent.records_of_chunk(inputs, u, dtype)
         ]
         for i, (mine, inputs, u) in enumerate(requests):
             record = self.tangent.record(inputs, u, dtype)
@@ -191,5 +191,5 @@ class Anchors:
     def records(self, dtype: torch.dtype, scratch: int = 0) -> Iterator[tuple[Tensor, Record]]:
         """Yields `(slots, record)` of chunks. Slots have the order of the record's flattened (B, R)."""
         for slots, inputs, u in self.requests(dtype, scratch):
-            for rows, record in self.tangent.recorded(inputs, u, dtype):
+            for rows, record in self.tangent.records_of_chunk(inputs, u, dtype):
                 yield slots.reshape(-1, u.columns)[rows].flatten(), record

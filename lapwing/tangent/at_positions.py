@@ -42,7 +42,7 @@ def records_of_positions(
     strip = max(1, min(step, SLICE_BYTES // (inputs * dtype.itemsize)))
     differentiable = checked.wants_gradient
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
-        recording, uses = tangent.recording(chunk)
+        recording, uses = tangent.traced(chunk)
         use, sizes = output_use(tangent, recording, uses), recording.sizes
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:

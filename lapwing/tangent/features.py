@@ -51,7 +51,7 @@ def outputs_and_features(tangent: Tangent, block: str, inputs: Inputs) -> tuple[
     frozen = [value for value in watched.values() if not value.requires_grad]
     outputs, features = [], []
     for _, chunk in inputs.chunks(tangent.chunk_length(1)):
-        recording = tangent.call.recorded(chunk, watched, frozen=frozen, repeats=True)
+        recording = tangent.call.traced(chunk, watched, frozen=frozen, repeats=True)
         noted, (*_, (_, axis, _)) = recording.noted[-1], tangent.plan.uses[block]
         sizes = recording.sizes
         places = tangent.positions.places(chunk.samples, sizes)

@@ -95,7 +95,7 @@ class Tangent:
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
             few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
-            use = output_use(tangent, *tangent.recording(few))
+            use = output_use(tangent, *tangent.traced(few))
             layout = replace(layout, rows_are_positions=use is not None)
             tangent = replace(tangent, call=replace(call, layout=layout), outputs=layout.outputs)
         if warn:
@@ -243,7 +243,7 @@ class Tangent:
         """
         checked, dtype = self.check(inputs), dtype or self.dtype
         differentiable = checked.wants_gradient
-        recording, uses = self.recording(checked, finite)
+        recording, uses = self.traced(checked, finite)
         self.sample_axis.check(recording, uses, type(self.model).__name__)
         outputs = recording.outputs
         at = outputs if differentiable else outputs.detach()
@@ -258,10 +258,10 @@ class Tangent:
             return inputs
         checked = check_inputs(inputs, self.plan.shared, where)
         for _, chunk in checked.chunks(self.chunk_length(1)) if self.plan.idle else ():
-            self.recording(chunk)  # raises if an idle weight is used, also for ways that record nothing
+            self.traced(chunk)  # raises if an idle weight is used, also for ways that record nothing
         return checked
 
-    def recording(self, checked: Inputs, finite: bool = True) -> tuple[Recording, Uses]:
+    def traced(self, checked: Inputs, finite: bool = True) -> tuple[Recording, Uses]:
         """Runs the network on a chunk, and finds the uses of each block; `finite` is as in `record`."""
         chunk_limit().latest, named = checked.samples, self.parameters
         every = own_parameters(self.model) if self.plan.idle else {}
@@ -269,7 +269,7 @@ class Tangent:
         watched = {name: named[name] for block in self.blocks if not block.is_generic for name in block.parameters}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
-        recording = self.call.recorded(checked, watched | idle, spread, frozen, repeats=not idle)
+        recording = self.call.traced(checked, watched | idle, spread, frozen, repeats=not idle)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
         width = recording.outputs.shape[1] if self.call.layout else self.outputs
         check_recording(self.model, checked, recording, width, finite)
@@ -311,7 +311,7 @@ class Tangent:
         for part, chunk in self.check(inputs).chunks(length):
             if part.start and not bad:
                 bad.append(torch.zeros(part.start, dtype=torch.bool, device=self.device))
-            for rows, record in self.recorded(chunk, cotangents, dtype, finite=not bad):
+            for rows, record in self.records_of_chunk(chunk, cotangents, dtype, finite=not bad):
                 if bad:
                     bad.append(~record.outputs.isfinite().all(-1))
                 rows = slice(part.start + rows.start, part.start + rows.stop)
@@ -319,7 +319,7 @@ class Tangent:
         if bad:
             batches.check_rows(torch.cat(bad), "these inputs")
 
-    def recorded(
+    def records_of_chunk(
         self, inputs: Inputs, cotangents: Cotangents, dtype: torch.dtype, finite: bool = True
     ) -> Iterator[tuple[slice, Record]]:
         """Yields the record of one chunk, or of each sample if a layer has the samples on another axis than before."""

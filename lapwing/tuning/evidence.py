@@ -64,7 +64,7 @@ class Evidence(Tuning):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        best, covariance = self._tuned(posterior), posterior.covariance
+        best, covariance = self._at_maximum(posterior), posterior.covariance
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):
@@ -73,14 +73,14 @@ class Evidence(Tuning):
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:
             middle = (low + high) // 2
-            shorter = self._tuned(replace(posterior, covariance=covariance.with_rank(middle)))
+            shorter = self._at_maximum(replace(posterior, covariance=covariance.with_rank(middle)))
             if _value(shorter) >= enough:
                 high, best = middle, shorter
             else:
                 low = middle
         return best
 
-    def _tuned(self, posterior: Posterior) -> Posterior:
+    def _at_maximum(self, posterior: Posterior) -> Posterior:
         if not has_prior(posterior.covariance):
             return posterior
         precision, noise = maximum(posterior, self.per_layer)

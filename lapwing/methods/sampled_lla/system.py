@@ -65,7 +65,7 @@ class PositionedRoot(Cotangents):
     def __call__(self, outputs: Tensor) -> Tensor:
         """Returns R (B, C, R) at the outputs (B, C) of the next B samples, or of the next positions of samples."""
         problem = self._problem
-        if not problem.root.samples(outputs):
+        if not problem.root.is_drawn_at(outputs):
             return problem.root(outputs)
         numbers = range(self._taken, self._taken + len(outputs))
         self._taken = numbers.stop
