@@ -338,12 +338,16 @@ class RealPrediction(Prediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log densities (B,), and means, deviations, ends of 90 % intervals, CRPS and targets, (B, ...).
 
+        "output" has the number of the output of each of them.
+
         Predictions of continuous y also have the PIT of each target.
         If some targets are missing, all but the log densities have one entry for each known target.
         """
         rows, (lower, upper), y = super().for_metrics(targets), self.interval(0.9), targets.reshape(self.mean.shape)
         entry = rows["sample"].reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
-        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y, "entry": entry}
+        output = torch.arange(y[:1].numel(), device=y.device).repeat(len(y)).reshape(y.shape)
+        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y}
+        values |= {"entry": entry, "output": output}
         values["crps"] = self.crps(targets)
         values |= {} if self._is_discrete() else {"pit": self.pit(targets)}
         known = ~y.isnan()
