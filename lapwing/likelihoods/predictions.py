@@ -192,8 +192,8 @@ class RealPrediction(Prediction):
     def quantile(self, probability: float) -> Tensor:
         """Returns the smallest y with `P(Y <= y) >= probability`, (B, ...), for each output and a number in (0, 1).
 
-        Quantiles, `pit` and `crps` are exact for mixtures of normals. Where a family has no formula, they use 4 096
-        draws of y, or 1 024 for more than 1 000 values.
+        Quantiles, `pit` and `crps` are exact for mixtures of normals, quantiles and `pit` also for families with a
+        distribution function. Otherwise they use 4 096 draws of y, or 1 024 for more than 1 000 values.
         """
         if not (isinstance(probability, Real) and 0.0 < probability < 1.0):
             raise LapwingError(
