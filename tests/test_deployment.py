@@ -451,6 +451,29 @@ def test_a_posterior_without_spread_is_deployed() -> None:
     torch.testing.assert_close(lw.deploy(posterior, x)(x), posterior.predict(x).probs)
 
 
+@pytest.mark.parametrize("network", ["convolutions", "linear"])
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_layers_without_a_chosen_weight(network: str, layer: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    if network == "linear":
+        model, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2)), real(4)(12)
+    else:
+        convolutions = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3)
+        model, x = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32, 2)), real(1, 8, 8)(12)
+    with torch.no_grad():
+        model[layer].weight.mul_(100)  # the largest weights are chosen
+    posterior = lw.fit(model.eval(), (x, torch.randn(12, 2)), lw.SubsetOfWeights(9, by="magnitude"))
+    spread = [name for name, std in posterior.weight_std().items() if bool((std > 0).any())]
+    assert spread == [f"{layer}.weight"]
+    predictor = lw.deploy(posterior, x)
+    expected = posterior.predict(x, via=predictor.via)
+    torch.testing.assert_close(predictor(x), (expected.mean, expected.variance))
+    if layer == 2:
+        run = pytest.importorskip("onnxruntime").InferenceSession
+        found = run(predictor.to_onnx(tmp_path / "network.onnx", x)).run(None, {"x": x.numpy()})
+        torch.testing.assert_close(tuple(map(torch.from_numpy, found)), predictor(x), rtol=1e-4, atol=1e-4)
+
+
 def test_files_of_older_versions_load(tmp_path: Path) -> None:
     """Their predictors have no way."""
     _, predictor = deployed("mlp", "latent")

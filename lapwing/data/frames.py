@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from math import ceil
@@ -87,13 +88,22 @@ def _ordered(data: Any, columns: Columns) -> Any:
         same = next((known for known in columns if sorted(known) == sorted(names)), None)
         if names and same is None:
             raise LapwingError(
-                f"A {type(part).__name__} has the columns {shown(list(names))}, and the data of the fit had "
-                f"{' or '.join(shown(list(known)) for known in columns)}. Pass these columns, or x.to_numpy() if only "
-                "the names differ."
+                f"A {type(part).__name__} {_difference(names, columns)}. Pass the columns of the fit, or x.to_numpy() "
+                "if only the names differ."
             )
         return part if same in (None, names) else part[list(same)]
 
     return pytree.tree_map(one, data) if columns_of(data) else data
+
+
+def _difference(names: tuple[str, ...], columns: Columns) -> str:
+    """Returns which columns a frame has in addition to the most similar frame of the fit, and which it lacks."""
+    known = min(columns, key=lambda those: len(set(those) ^ set(names)))
+    counts = Counter(names), Counter(known)
+    extra, missing = (list((one - other).elements()) for one, other in (counts, counts[::-1]))
+    parts = [f"has the columns {shown(extra)}, which the data of the fit did not have"] if extra else []
+    parts += [f"lacks the columns {shown(missing)} of the data of the fit"] if missing else []
+    return " and ".join(parts)
 
 
 def _names(part: Any) -> tuple[str, ...]:

@@ -153,6 +153,7 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
         matrices[:, i, j] = matrices[:, j, i] = both
     values, vectors = torch.linalg.eigh(matrices)
     kept = values.abs() > 1e-12 * values.abs().amax().clamp_min(torch.finfo(values.dtype).tiny)  # (R, I)
+    kept[0, 0] |= not kept.any()  # certain weights keep a direction without variance: tensors (0, ...) cannot be run
     basis = vectors.transpose(1, 2)[kept].T  # (I, Q)
     owner = torch.arange(outputs, device=like.device)[:, None].expand_as(kept)[kept]
     scale = F.one_hot(owner, outputs).T * values[kept]  # (R, Q)

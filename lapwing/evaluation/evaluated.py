@@ -185,11 +185,13 @@ def _quarters(values: dict[str, Tensor]) -> dict[str, float]:
 
     A row that predicts fewer than four standard deviations of an output has no quarters.
     """
-    std = values["std"]
-    distinct = min(len(column.unique()) for column in std.reshape(len(std), -1).T)
-    if len(std) < FEWEST or distinct < 4:
-        return {}
-    quarter, inside = std.argsort(0).argsort(0) * 4 // len(std), doubled(MEANS["90 % interval"](values))
+    std, output, inside = values["std"], values["output"], doubled(MEANS["90 % interval"](values))
+    quarter = torch.empty_like(output)
+    for one in output.unique():
+        column = std[output == one]
+        if len(column) < FEWEST or len(column.unique()) < 4:
+            return {}
+        quarter[output == one] = column.argsort().argsort() * 4 // len(column)
     return {f"90 % interval: Q{q + 1}": float(inside[quarter == q].mean()) for q in range(4)}
 
 
@@ -279,7 +281,13 @@ def _predictions(row: Row, name: str, foreign: Any) -> Iterator[Prediction]:
 
 
 def _concatenated(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    """Joins the entries of batches, flattened if some batches are flat, because they have missing targets."""
+    joined = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        flat = len({value.ndim for value in values}) > 1
+        joined[name] = torch.cat([value.flatten() for value in values] if flat else values)
+    return joined
 
 
 def _entries(prediction: Prediction, targets: Tensor, samples: Tensor) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -96,11 +97,20 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
     def predict(self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None) -> P:
         """Returns the mixture of `family(f)` over points of the latent, or draws for a link that the user names."""
         outputs = latent_points if link is None or link is self.tuning_link else latent_draws
-        family: Any = self._family(outputs(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1))
+        points = outputs(latent, self.choose_link(latent, link).draws, generator).transpose(0, 1)  # (B, S, C)
+        family: Any = self._components(points)
         if isinstance(family, dist.Categorical):
             return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
-        several = len(family.batch_shape) == 3
-        return MixturePrediction(dist.Independent(family, 1) if several else family)  # type: ignore[return-value]
+        return MixturePrediction(family, row=partial(self._row, points))  # type: ignore[return-value]
+
+    def _components(self, points: Tensor) -> dist.Distribution:
+        """Returns the distribution at points (B, S, C), with batch shape (B, S)."""
+        family = self._family(points)
+        return dist.Independent(family, 1) if len(family.batch_shape) == 3 else family
+
+    def _row(self, points: Tensor, place: int) -> dist.Distribution:
+        """Returns the distribution of one input, with its points in an order that the batch does not decide."""
+        return self._components(points[place : place + 1, points[place, :, 0].argsort()])
 
     def _aligned(self, family: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the targets of outputs (B, C) in the shape of the distribution; raises for another size or dtype."""

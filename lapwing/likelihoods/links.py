@@ -48,20 +48,26 @@ def latent_draws(latent: AnyLatent, count: int, generator: torch.Generator | Non
 def latent_points(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns equally likely outputs (S, B, C) with the exact mean of a Gaussian latent, or all weight draws.
 
-    One or two outputs have `count` points of a lattice, mapped by the inverse of Φ, with the exact covariance. Each
-    input has them in another order. More outputs, and joint latents, have pairs `m ± d` of draws.
+    One or two outputs have `count` points of a lattice, mapped by the inverse of Φ, with the exact covariance. More
+    outputs have pairs `m ± L z` of draws z. Each input has the same z in another order. Joint latents have pairs of
+    their own draws.
     """
     mean, outputs = at_least_float32(latent.mean), latent.mean.shape[-1]
-    if latent.draws is not None or latent.joint or outputs > 2:
+    if latent.draws is not None or latent.joint:
         draws = latent_draws(latent, count // 2, generator)
         return draws if latent.draws is not None else torch.cat([draws, 2.0 * mean - draws])
-    # 1. points of a lattice, x_s = (s + 1/2)/S and g x_s mod 1, and z = Φ⁻¹ of them (C, S)
-    steps = doubled(torch.tensor([1.0, 2 * int(0.309 * count) + 1]))[:outputs, None] / count  # 1 to the golden ratio
-    z = torch.special.ndtri((steps * (torch.arange(count) + 0.5)).frac())  # (C, S), symmetric around 0
-    # 2. z with mean 0 and z zᵀ/S = I, by the Cholesky factor of z zᵀ/S
-    z = torch.linalg.solve_triangular(cholesky(z @ z.T / count), z, upper=False).to(mean)  # of unit covariance
+    generator = seeded(generator, mean.device)
+    if outputs > 2:
+        z = torch.randn(outputs, count // 2, generator=generator, device=mean.device, dtype=mean.dtype)
+        z, count = torch.cat([z, -z], 1), count // 2 * 2
+    else:
+        # 1. points of a lattice, x_s = (s + 1/2)/S and g x_s mod 1, and z = Φ⁻¹ of them (C, S), symmetric around 0
+        steps = doubled(torch.tensor([1.0, 2 * int(0.309 * count) + 1]))[:outputs, None] / count  # to the golden ratio
+        z = torch.special.ndtri((steps * (torch.arange(count) + 0.5)).frac())
+        # 2. z with mean 0 and z zᵀ/S = I, by the Cholesky factor of z zᵀ/S
+        z = torch.linalg.solve_triangular(cholesky(z @ z.T / count), z, upper=False).to(mean)  # of unit covariance
     # 3. another order of the points for each input (B, S)
-    order = torch.rand(len(mean), count, generator=seeded(generator, mean.device), device=mean.device).argsort(1)
+    order = torch.rand(len(mean), count, generator=generator, device=mean.device).argsort(1)
     # 4. m + L z (S, B, C) with Σ = L Lᵀ
     covariance = doubled(latent.covariance)
     root = cholesky(covariance + LEAST_VARIANCE * torch.eye(outputs).to(covariance)).to(mean)

@@ -18,7 +18,7 @@ from torch import distributions as dist
 from ..data.frames import as_targets
 from ..errors import LapwingError, is_out_of_memory, shown
 from ..linalg import check_draws, doubled, seeded, seeded_torch
-from .predictions import Prediction, RealPrediction
+from .predictions import QUANTILE_DRAWS, Prediction, RealPrediction
 
 NORMAL_NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
@@ -28,6 +28,9 @@ SCORE_NODES = 129
 
 MOMENT_DRAWS = 64
 """Number of draws of y from each component if the family has no mean or variance."""
+
+QUANTILE_DOUBLINGS = 128
+"""Maximum number of doublings of the bracket of a quantile."""
 
 _HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
@@ -60,6 +63,30 @@ def bisected(
         below = is_below(middle)
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return low, high
+
+
+def crossing(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """Returns where a rising function is 0 within brackets, by secants and halvings in turn.
+
+    A search ends where the function is 0 but for rounding of values near 1, or where the bracket is as narrow as that.
+    """
+    eps = torch.finfo(low.dtype).eps
+    ends = function(low), function(high)
+    found, best = (torch.where(ends[0].abs() < ends[1].abs(), *pair) for pair in ((low, high), ends))
+    for step in range(2 * _HALVINGS):
+        middle = 0.5 * (low + high)
+        if step % 2 == 0:
+            secant = low - ends[0] * (high - low) / (ends[1] - ends[0])
+            middle = torch.where((low < secant) & (secant < high), secant, middle)
+        value = function(middle)
+        below, closer = value < 0, value.abs() <= best.abs()
+        found, best = torch.where(closer, middle, found), torch.where(closer, value, best)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        ends = torch.where(below, value, ends[0]), torch.where(below, ends[1], value)
+        narrow = high - low <= eps * torch.maximum(low.abs(), high.abs())
+        if bool((narrow | (best.abs() <= 4 * eps) | best.isnan()).all()):
+            break
+    return found
 
 
 def mixture_quantile(means: Tensor, variances: Tensor, weights: Tensor, probability: float) -> Tensor:
@@ -149,10 +176,13 @@ class MixturePrediction(RealPrediction):
             `ClassPrediction.mixture` instead.
         density: function from targets to log densities (B, S), for targets that are not values of the family, such as
             (time, ended) of a time that may be censored. Then only `log_prob` reads targets.
+        row: function from the number of an input to its components, with batch shape (1, S). Quantiles by draws are
+            then those of the input alone, in any batch.
     """
 
     components: dist.Distribution
     density: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, kw_only=True)
+    row: Callable[[int], dist.Distribution] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         components = self.components
@@ -175,7 +205,7 @@ class MixturePrediction(RealPrediction):
         try:
             means, variances = self.components.mean, self.components.variance
         except NotImplementedError:  # such as a TransformedDistribution: from draws of y
-            y = self._sampled(MOMENT_DRAWS)
+            y = self._sampled(MOMENT_DRAWS) if self.row is None else self._of_each_row(MOMENT_DRAWS)
             means, variances = y.mean(0), y.var(0)
         vectors = resultants(self.components)
         if vectors is None:
@@ -195,8 +225,20 @@ class MixturePrediction(RealPrediction):
         return super().for_metrics(self._targets(targets))
 
     def _drawn(self, count: int) -> Tensor:
-        """Returns draws of y, (N, B, ...), as many of each component."""
-        return self._unrolled(self._of_components(count))
+        """Returns draws of y, (N, B, ...), as many of each component. `row` gives `QUANTILE_DRAWS` in any batch."""
+        if self.row is None:
+            return self._unrolled(self._of_components(count))
+        y = self._of_each_row(math.ceil(QUANTILE_DRAWS / self.components.batch_shape[1]))
+        return self._unrolled(y.movedim(2, 1).flatten(0, 1))
+
+    def _of_each_row(self, n: int) -> Tensor:
+        """Draws n times from each component, (n, B, S, ...), with the same seed for every input."""
+        assert self.row is not None
+        rows, device = [], _device_of(self.components)
+        for place in range(self.components.batch_shape[0]):
+            with seeded_torch(0, device):
+                rows.append(_draws(self.row(place), n))
+        return torch.cat(rows, 1)
 
     def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
@@ -210,27 +252,48 @@ class MixturePrediction(RealPrediction):
             return False
 
     def _quantile(self, probability: float) -> Tensor:
-        """Returns a quantile by bisection of the mixture's distribution function between Cantelli's bounds.
+        """Returns a quantile from the mixture's distribution function, searched from Cantelli's bounds if they exist.
 
-        If the family has none, or an infinite variance, or a support that ends near the mean, draws of y replace it.
+        Draws of y replace it if the family is discrete, or for values whose distribution function is unknown.
         """
-        marginal, std = self._marginal, self.std
-        widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
-        low, high = self.mean - widest * std, self.mean + widest * std
-        try:
-            support = marginal.support  # checked here, since torch.compile disables the check in `cdf` for the process
-            ends = torch.stack([low, high]).unsqueeze(2)
-            if support is None or not bool(std.isfinite().all() & support.check(ends).all()):
-                return super()._quantile(probability)
-            return bisected(lambda y: marginal.cdf(y.unsqueeze(1)).mean(1) < probability, low, high)[1]
-        except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
+        if self._is_discrete():
             return super()._quantile(probability)
+        widest = math.sqrt(max(probability, 1.0 - probability) / min(probability, 1.0 - probability))
+
+        def excess(y: Tensor) -> Tensor:
+            return self._distribution_function(y) - probability
+
+        with torch.no_grad():
+            mean, width = self.mean.nan_to_num(0.0, 0.0, 0.0), widest * self.std
+            width = torch.where(width.isfinite() & (width > 0), width, 1.0)
+            low, high = mean - width, mean + width
+            try:
+                for _ in range(QUANTILE_DOUBLINGS):
+                    ends = excess(low), excess(high)
+                    short, flat = ends[0] >= 0, ends[1] < 0
+                    if not bool((short | flat).any()):
+                        break
+                    width = 2.0 * width
+                    low, high = torch.where(short, low - width, low), torch.where(flat, high + width, high)
+                unknown = (ends[0] + ends[1]).isnan()
+                bound = getattr(self._marginal.support, "lower_bound", None)
+                if isinstance(bound, (int, float)) and bound == 0:  # quantiles may be far below the mean
+                    tiny = torch.full_like(high, torch.finfo(high.dtype).tiny)
+                    found = crossing(lambda log: excess(log.exp()), tiny.log(), high.maximum(tiny).log()).exp()
+                else:
+                    found = crossing(excess, low, high)
+            except (NotImplementedError, ValueError):  # ValueError: some families check more than their support
+                return super()._quantile(probability)
+        return torch.where(unknown, super()._quantile(probability), found) if bool(unknown.any()) else found
 
     def _below(self, y: Tensor) -> Tensor:
         try:
-            return self._marginal.cdf(y.to(self.mean).unsqueeze(1)).mean(1)
-        except (NotImplementedError, ValueError):  # or y outside the support
+            return self._distribution_function(y.to(self.mean))
+        except (NotImplementedError, ValueError):
             return super()._below(y)
+
+    def _distribution_function(self, y: Tensor) -> Tensor:
+        return distribution_function(self._marginal, y.unsqueeze(1)).mean(1)
 
     @property
     def _marginal(self) -> Any:
@@ -330,6 +393,22 @@ def log_density(family: Any, y: Tensor) -> Tensor:
         return torch.where(inside, logs, -torch.inf)
     except NotImplementedError:  # the family defines no support
         return logs
+
+
+def distribution_function(family: Any, y: Tensor) -> Tensor:
+    """Returns `P(Y <= y)` under a distribution of numbers: also for y outside its support, where torch has no value."""
+    if isinstance(family, dist.MixtureSameFamily):
+        parts = distribution_function(family.component_distribution, y.unsqueeze(-1))
+        return (family.mixture_distribution.probs * parts).sum(-1)
+    support = family.support
+    with validation(False):
+        if type(family) is dist.TransformedDistribution:  # torch checks the support of the transform only
+            move = dist.ComposeTransform(family.transforms)
+            below = distribution_function(family.base_dist, move.inv(y))
+            below = torch.where(torch.as_tensor(move.sign, device=y.device) > 0, below, 1.0 - below)
+        else:
+            below = family.cdf(y)
+    return torch.where(support.check(y), below, (y >= getattr(support, "upper_bound", torch.inf)).to(below))
 
 
 def resultants(family: Any) -> Tensor | None:

@@ -192,8 +192,8 @@ class RealPrediction(Prediction):
     def quantile(self, probability: float) -> Tensor:
         """Returns the smallest y with `P(Y <= y) >= probability`, (B, ...), for each output and a number in (0, 1).
 
-        Quantiles, `pit` and `crps` are exact for mixtures of normals. Where a family has no formula, they use 4 096
-        draws of y, or 1 024 for more than 1 000 values.
+        Quantiles, `pit` and `crps` are exact for mixtures of normals, quantiles and `pit` also for families with a
+        distribution function. Otherwise they use 4 096 draws of y, or 1 024 for more than 1 000 values.
         """
         if not (isinstance(probability, Real) and 0.0 < probability < 1.0):
             raise LapwingError(
@@ -338,12 +338,16 @@ class RealPrediction(Prediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log densities (B,), and means, deviations, ends of 90 % intervals, CRPS and targets, (B, ...).
 
+        "output" has the number of the output of each of them.
+
         Predictions of continuous y also have the PIT of each target.
         If some targets are missing, all but the log densities have one entry for each known target.
         """
         rows, (lower, upper), y = super().for_metrics(targets), self.interval(0.9), targets.reshape(self.mean.shape)
         entry = rows["sample"].reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
-        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y, "entry": entry}
+        output = torch.arange(y[:1].numel(), device=y.device).repeat(len(y)).reshape(y.shape)
+        values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y}
+        values |= {"entry": entry, "output": output}
         values["crps"] = self.crps(targets)
         values |= {} if self._is_discrete() else {"pit": self.pit(targets)}
         known = ~y.isnan()

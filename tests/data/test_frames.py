@@ -242,7 +242,12 @@ def test_columns_of_a_frame_are_found_by_name(tmp_path: Path) -> None:
     for row in ("network", "a"):
         assert {**tables[0][row], "passes": 0} == pytest.approx({**tables[1][row], "passes": 0})
     other = x.rename(columns={"a": "z"})
-    refused(lambda: posterior.predict(other), "has the columns … 'z' … and the data of the fit had")
+    words = "A DataFrame has the columns ['z'], which … not have and lacks the columns ['a'] of the data of the fit."
+    refused(lambda: posterior.predict(other), words)
+    refused(lambda: posterior.predict(x.assign(y=1.0)), "A DataFrame has the columns ['y'], which the data of the fit")
+    refused(lambda: posterior.predict(x[["c", "a"]]), "A DataFrame lacks the columns ['b'] of the data of the fit.")
+    twice = "A DataFrame has the columns ['c'], which the data of the fit did not have."
+    refused(lambda: posterior.predict(x[["a", "b", "c", "c"]]), twice)
     torch.testing.assert_close(posterior.latent(x.to_numpy()).variance, variance)
 
 

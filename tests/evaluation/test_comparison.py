@@ -220,6 +220,37 @@ def test_coverage_by_quarter_and_the_width(regression: Any) -> None:
     assert row["90 % width"] == pytest.approx(float((high - low).mean()))
 
 
+@pytest.mark.parametrize("missing", [(), (3,), (3, 40)], ids=["none", "one batch", "two batches"])
+def test_missing_targets_of_some_batches(regression: Any, missing: tuple[int, ...]) -> None:
+    model, _, x, y = regression
+    y = y.clone()
+    y[list(missing), 1] = torch.nan
+    likelihood = lw.Gaussian(noise_variance=0.09, missing=True)
+    posterior = lw.fit(model, (x, y), lw.Full(), likelihood=likelihood, prior_precision=1.0)
+    table = lw.compare({"Full": posterior}, batched(x, y), repeats=1)
+    prediction, known = posterior.predict(x), ~y.isnan()
+    low, high = prediction.interval(0.9)
+    inside = ((low <= y) & (y <= high)).double()
+    row = table["Full"]
+    assert row["RMSE"] == pytest.approx(float((prediction.mean - y)[known].square().mean().sqrt()))
+    assert row["90 % interval"] == pytest.approx(float(inside[known].mean()))
+    columns = []
+    for output in (0, 1):  # quarters are of each output
+        some = known[:, output]
+        order = prediction.std[some, output].argsort()
+        columns.append((inside[some, output][order], torch.arange(len(order)) * 4 // len(order)))
+    for quarter in range(4):
+        expected = torch.cat([column[number == quarter] for column, number in columns]).mean()
+        assert row[f"90 % interval: Q{quarter + 1}"] == pytest.approx(float(expected))
+    for plain in ("network", "held-out noise"):
+        assert not any("Q1" in column for column in table[plain])
+    half = known & (torch.arange(60) % 2 == 1)[:, None]
+    variances = [float((model(x).detach() - y)[some].square().mean()) for some in (half, known & ~half)]
+    assert "a noise variance of {:.3g} for half of the samples and {:.3g}".format(*variances) in " ".join(
+        str(table).split()
+    )
+
+
 def test_the_area_under_the_risk_coverage_curve() -> None:
     torch.manual_seed(0)
     uncertainty, errors = torch.rand(30, dtype=torch.float64), (torch.rand(30) < 0.3).double()

@@ -306,6 +306,66 @@ def test_a_family_without_moments_has_those_of_draws():
     assert (((plain.sample(20000) >= low) & (plain.sample(20000) <= high)).double().mean(0) - 0.9).abs().max() < 0.02
 
 
+def falling(f):
+    return dist.TransformedDistribution(dist.Gamma(f[..., 0].exp(), f[..., 1].exp()), [dist.AffineTransform(1.0, -2.0)])
+
+
+def two_gammas(f):
+    parts = dist.Gamma(torch.stack([f[..., 2].exp(), 3 + f[..., 2].exp()], -1), torch.ones_like(f[..., :2]))
+    return dist.MixtureSameFamily(dist.Categorical(logits=f[..., :2]), parts)
+
+
+BY_FORMULA = {
+    **{name: (DRAWN[name][0], 2) for name in ("gamma", "lognormal", "cauchy", "weibull", "laplace", "gumbel")},
+    "pareto": (lambda f: dist.Pareto(f[..., 0].exp(), f[..., 1].exp()), 2),
+    "uniform": (lambda f: dist.Uniform(f[..., 0], f[..., 0] + f[..., 1].exp()), 2),
+    "kumaraswamy": (lambda f: dist.Kumaraswamy(f[..., 0].exp(), f[..., 1].exp()), 2),
+    "two targets": (lambda f: dist.Gamma(f[..., :2].exp(), f[..., 2:].exp()), 4),
+    "mixture": (two_gammas, 3),
+    "falling": (falling, 2),
+}
+BY_DRAWS = {
+    "beta": (DRAWN["beta"][0], 2),
+    "student": (lambda f: dist.StudentT(2 + f[..., 2].exp(), f[..., 0], f[..., 1].exp()), 3),
+    "negative binomial": (lambda f: dist.NegativeBinomial(f[..., 1].exp(), logits=f[..., 0]), 2),
+    "angle": (lambda f: dist.VonMises(f[..., 0], f[..., 1].exp()), 2),
+    "no moments": (
+        lambda f: dist.TransformedDistribution(dist.Beta(f[..., 0].exp(), 2.0), [dist.SigmoidTransform()]),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*BY_FORMULA, *BY_DRAWS])
+def test_a_prediction_of_one_input_is_that_of_any_batch(name):
+    function, size = (BY_FORMULA | BY_DRAWS)[name]
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, size).double().eval(), torch.randn(30, 3, dtype=F64)
+    y = function(model(x)).sample()
+    posterior = lw.fit(model, (x, y), likelihood=lw.FromDistribution(function), prior_precision=1.0)
+    whole = posterior.predict(x)
+    for place in (0, 7, 29):
+        alone, some = posterior.predict(x[place : place + 1]), slice(place, place + 1)
+        values = alone.mean, alone.std, *alone.interval(0.9), alone.crps(y[some])
+        wanted = whole.mean, whole.std, *whole.interval(0.9), whole.crps(y)
+        torch.testing.assert_close(values, tuple(v[some] for v in wanted), rtol=1e-9, atol=1e-12, equal_nan=True)
+    if name in BY_FORMULA:
+        for end, probability in zip(whole.interval(0.9), (0.05, 0.95), strict=True):
+            torch.testing.assert_close(whole.pit(end), torch.full_like(end, probability), rtol=1e-9, atol=0)
+            draws = whole.sample(20000, torch.Generator().manual_seed(1))
+            below = (draws <= end).double().mean(0)
+            torch.testing.assert_close(below, torch.full_like(below, probability), rtol=0, atol=0.009)
+
+
+def test_a_quantile_far_below_the_mean_has_its_digits():
+    shape = torch.full((1, 2), 0.05, dtype=F64)
+    prediction = MixturePrediction(dist.Gamma(shape, torch.ones_like(shape)))
+    low = prediction.quantile(0.01)
+    # F(y) = y^a / Γ(a + 1) for small y
+    wanted = (math.log(0.01) + math.lgamma(1.05)) / 0.05
+    assert float(low.log()) == pytest.approx(wanted, rel=1e-9)
+
+
 def test_intervals_of_counts_are_whole():
     latent = random_latent(batch=60, size=1)
     prediction = lw.FromDistribution(lambda f: dist.NegativeBinomial(4.0, logits=f[..., 0])).predict(latent)
