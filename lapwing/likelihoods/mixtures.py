@@ -18,7 +18,7 @@ from torch import distributions as dist
 from ..data.frames import as_targets
 from ..errors import LapwingError, is_out_of_memory, shown
 from ..linalg import check_draws, doubled, seeded, seeded_torch
-from .predictions import QUANTILE_DRAWS, Prediction, RealPrediction
+from .predictions import Prediction, RealPrediction
 
 NORMAL_NODES, REACH = 65, 8.0
 """Number of nodes of the trapezoidal rule over a Gaussian, and its half width in standard deviations."""
@@ -28,6 +28,9 @@ SCORE_NODES = 129
 
 MOMENT_DRAWS = 64
 """Number of draws of y from each component if the family has no mean or variance."""
+
+VISIBLE = 1e-3
+"""Change of a log density in nats, over 1 plus its size, from which on it is rounding noise."""
 
 QUANTILE_DOUBLINGS = 128
 """Maximum number of doublings of the bracket of a quantile."""
@@ -176,13 +179,14 @@ class MixturePrediction(RealPrediction):
             `ClassPrediction.mixture` instead.
         density: function from targets to log densities (B, S), for targets that are not values of the family, such as
             (time, ended) of a time that may be censored. Then only `log_prob` reads targets.
-        row: function from the number of an input to its components, with batch shape (1, S). Quantiles by draws are
-            then those of the input alone, in any batch.
+        precise: the components in float64, and again at outputs that are moved by a little more than rounding. A log
+            density that the move changes visibly is rounding noise, as of a NegativeBinomial with a total count of
+            1e16: such a component has the density 0.
     """
 
     components: dist.Distribution
     density: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, kw_only=True)
-    row: Callable[[int], dist.Distribution] | None = field(default=None, repr=False, kw_only=True)
+    precise: tuple[dist.Distribution, dist.Distribution] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         components = self.components
@@ -205,7 +209,7 @@ class MixturePrediction(RealPrediction):
         try:
             means, variances = self.components.mean, self.components.variance
         except NotImplementedError:  # such as a TransformedDistribution: from draws of y
-            y = self._sampled(MOMENT_DRAWS) if self.row is None else self._of_each_row(MOMENT_DRAWS)
+            y = self._sampled(MOMENT_DRAWS)
             means, variances = y.mean(0), y.var(0)
         vectors = resultants(self.components)
         if vectors is None:
@@ -225,20 +229,8 @@ class MixturePrediction(RealPrediction):
         return super().for_metrics(self._targets(targets))
 
     def _drawn(self, count: int) -> Tensor:
-        """Returns draws of y, (N, B, ...), as many of each component. `row` gives `QUANTILE_DRAWS` in any batch."""
-        if self.row is None:
-            return self._unrolled(self._of_components(count))
-        y = self._of_each_row(math.ceil(QUANTILE_DRAWS / self.components.batch_shape[1]))
-        return self._unrolled(y.movedim(2, 1).flatten(0, 1))
-
-    def _of_each_row(self, n: int) -> Tensor:
-        """Draws n times from each component, (n, B, S, ...), with the same seed for every input."""
-        assert self.row is not None
-        rows, device = [], _device_of(self.components)
-        for place in range(self.components.batch_shape[0]):
-            with seeded_torch(0, device):
-                rows.append(_draws(self.row(place), n))
-        return torch.cat(rows, 1)
+        """Returns draws of y, (N, B, ...), as many of each component."""
+        return self._unrolled(self._of_components(count))
 
     def _of_components(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Returns at least `count` draws of y, (N, B, ...), as many of each component."""
@@ -308,7 +300,12 @@ class MixturePrediction(RealPrediction):
     def log_prob(self, targets: Tensor) -> Tensor:
         """Returns the log density of the targets, (B,); -inf outside the support."""
         if self.density is None:
-            logs = log_density(self.components, self._targets(targets).unsqueeze(1))
+            y = self._targets(targets).unsqueeze(1)
+            if self.precise is None:
+                logs = log_density(self.components, y)
+            else:
+                logs, moved = (log_density(family, doubled(y)) for family in self.precise)
+                logs = torch.where((moved - logs).abs() <= VISIBLE * (1.0 + logs.abs()), logs, -torch.inf)
         else:
             logs = self.density(as_targets(targets, self.mean.device))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
