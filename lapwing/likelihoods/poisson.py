@@ -80,13 +80,14 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return _log_mass(outputs, aligned_targets("Poisson", outputs, targets)).sum(-1)
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the sums of log p(y|f), of `[(y - μ)² - y]/μ`, of μ, of μ² and of the number of counts."""
+        """Returns weighted sums of log p(y|f), of `[(y - μ)² - y]/μ`, of μ and μ², and the sum of squared weights."""
         rates = doubled(outputs).exp()
         y = aligned_targets("Poisson", rates, targets.to(rates.device)).to(rates)
         excess = ((y - rates).square() - y) / rates.clamp_min(LEAST_RATE)
-        sums = {"excess": excess, "rates": rates, "squared_rates": rates.square(), "counts": torch.ones_like(rates)}
-        each = {name: apply_weights(v, weights).sum() for name, v in sums.items()}
-        return {**super().statistics(outputs, targets, weights), **each}
+        each = apply_weights(torch.ones_like(rates), weights)
+        sums = {"excess": excess, "rates": rates, "squared_rates": rates.square(), "squared_weights": each}
+        totals = {name: apply_weights(values, weights).sum() for name, values in sums.items()}
+        return {**super().statistics(outputs, targets, weights), **totals}
 
     @property
     def alpha(self) -> float:
@@ -100,11 +101,10 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return prediction.mean if self.dispersion is None else None
 
     def with_dispersion(self, statistics: dict[str, Tensor]) -> Poisson:
-        excess, rates, counts = (float(statistics.get(name, 0.0)) for name in ("excess", "rates", "counts"))
-        surely = (
-            self.dispersion is None and excess > SURE * (2 * counts) ** 0.5
-        )  # of Poisson counts the excess has the variance 2
-        return replace(self, fitted_dispersion=excess / rates if surely else 0.0)
+        names = "excess", "rates", "squared_weights"
+        excess, rates, squares = (float(statistics.get(name, 0.0)) for name in names)
+        surely = excess > SURE * (2 * squares) ** 0.5  # the excess of a Poisson count has the variance 2
+        return replace(self, fitted_dispersion=excess / rates if surely and self.dispersion is None else 0.0)
 
     def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
         return 1.0 + self.alpha * float(statistics.get("squared_rates", 0.0) / statistics.get("rates", 1.0))
