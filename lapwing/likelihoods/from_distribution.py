@@ -27,9 +27,6 @@ from .targets import check_labels, check_real_targets
 LARGEST_SUPPORT = 64
 """Maximum number of values of a finite support for which Λ is an exact sum over the values."""
 
-MOVED = 1.0 + 1e-10
-"""Factor of outputs in float64 that changes a log density by less than it matters, unless it is rounding noise."""
-
 
 @dataclass(frozen=True)
 class FamilyLikelihood(NoiselessLikelihood[P]):
@@ -103,9 +100,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         family: Any = self._components(points)
         if isinstance(family, dist.Categorical):
             return ClassPrediction.mixture(family.probs)  # type: ignore[return-value]
-        wide = doubled(points)
-        precise = self._components(wide), self._components(wide * MOVED)
-        return MixturePrediction(family, precise=precise)  # type: ignore[return-value]
+        return MixturePrediction(family, precise=self._components(doubled(points)))  # type: ignore[return-value]
 
     def _components(self, points: Tensor) -> dist.Distribution:
         """Returns the distribution at points (B, S, C), with batch shape (B, S)."""

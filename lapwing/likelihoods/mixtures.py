@@ -29,8 +29,8 @@ SCORE_NODES = 129
 MOMENT_DRAWS = 64
 """Number of draws of y from each component if the family has no mean or variance."""
 
-VISIBLE = 1e-3
-"""Change of a log density in nats, over 1 plus its size, from which on it is rounding noise."""
+LARGEST = 1e12
+"""Largest positive parameter of a family, such as a total count, at which float64 has digits of a log density."""
 
 QUANTILE_DOUBLINGS = 128
 """Maximum number of doublings of the bracket of a quantile."""
@@ -179,14 +179,13 @@ class MixturePrediction(RealPrediction):
             `ClassPrediction.mixture` instead.
         density: function from targets to log densities (B, S), for targets that are not values of the family, such as
             (time, ended) of a time that may be censored. Then only `log_prob` reads targets.
-        precise: the components in float64, and again at outputs that are moved by a little more than rounding. A log
-            density that the move changes visibly is rounding noise, as of a NegativeBinomial with a total count of
-            1e16: such a component has the density 0.
+        precise: the components in float64, which `log_prob` reads; None means `components`. Components with a positive
+            parameter above `LARGEST` have the density 0: torch computes them as differences of larger numbers.
     """
 
     components: dist.Distribution
     density: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, kw_only=True)
-    precise: tuple[dist.Distribution, dist.Distribution] | None = field(default=None, repr=False, kw_only=True)
+    precise: dist.Distribution | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         components = self.components
@@ -304,8 +303,8 @@ class MixturePrediction(RealPrediction):
             if self.precise is None:
                 logs = log_density(self.components, y)
             else:
-                logs, moved = (log_density(family, doubled(y)) for family in self.precise)
-                logs = torch.where((moved - logs).abs() <= VISIBLE * (1.0 + logs.abs()), logs, -torch.inf)
+                logs = log_density(self.precise, doubled(y))
+                logs = torch.where(has_large_parameter(self.precise), -torch.inf, logs)
         else:
             logs = self.density(as_targets(targets, self.mean.device))
         return logs.nan_to_num(-torch.inf, torch.inf, -torch.inf).logsumexp(1) - math.log(logs.shape[1])
@@ -390,6 +389,22 @@ def log_density(family: Any, y: Tensor) -> Tensor:
         return torch.where(inside, logs, -torch.inf)
     except NotImplementedError:  # the family defines no support
         return logs
+
+
+def has_large_parameter(family: Any) -> Tensor:
+    """Whether a member of a batch of distributions has a positive parameter above `LARGEST`."""
+    if isinstance(family, dist.Independent):
+        return has_large_parameter(family.base_dist).flatten(-family.reinterpreted_batch_ndims).any(-1)
+    if isinstance(family, dist.MixtureSameFamily):
+        return has_large_parameter(family.component_distribution).any(-1)
+    if isinstance(family, dist.TransformedDistribution):
+        return has_large_parameter(family.base_dist).reshape(family.batch_shape)
+    large = torch.zeros(family.batch_shape, dtype=torch.bool, device=_device_of(family))
+    for name, constraint in family.arg_constraints.items():
+        sizes = torch.tensor([-1.0, 10 * LARGEST], dtype=torch.float64)
+        if constraint.event_dim == 0 and constraint.check(sizes).tolist() == [False, True]:
+            large = large | (torch.as_tensor(getattr(family, name), device=large.device) > LARGEST)
+    return large
 
 
 def distribution_function(family: Any, y: Tensor) -> Tensor:

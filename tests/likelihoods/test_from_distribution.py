@@ -355,7 +355,11 @@ def test_rounding_noise_is_no_density():
         latent = FakeLatent(torch.tensor([[logit, r]]), 1e-12 * torch.eye(2)[None])
         found = float(lw.FromDistribution(negative_binomial).predict(latent).log_prob(torch.tensor([5.0])))
         rate = math.exp(r + logit)  # so many failures make a Poisson
-        assert found == pytest.approx(5 * math.log(rate) - rate - math.lgamma(6), abs=1e-2) if known else found < -20
+        assert (
+            found == pytest.approx(5 * math.log(rate) - rate - math.lgamma(6), abs=1e-2)
+            if known
+            else found == -math.inf
+        )
 
 
 def test_held_out_data_do_not_choose_rounding_noise():
@@ -521,7 +525,7 @@ def test_values_that_a_function_repeats_have_no_density(function):
 
 
 def test_a_tuning_takes_fewer_points_and_no_moments_of_each_candidate() -> None:
-    """17 candidates and the network, twice at 128 points each; the moments of a mixture cost as much as its density."""
+    """17 candidates and the network, at 128 points each; the moments of a mixture cost as much as its density."""
     evaluated: list[int] = []
 
     class Noted(dist.Normal):
@@ -537,7 +541,7 @@ def test_a_tuning_takes_fewer_points_and_no_moments_of_each_candidate() -> None:
     posterior = lw.fit(model, (x, y), lw.Full(), likelihood=likelihood, prior_precision=1.0)
     evaluated.clear()
     spread_costs([posterior.with_prior(10.0**k) for k in range(17)], [(x, y)])
-    assert sum(evaluated) <= 30 * (2 * 128 * 18 + 1)
+    assert sum(evaluated) <= 30 * (128 * 18 + 1)
 
 
 def test_draws_of_angles_follow_their_density(monkeypatch) -> None:
