@@ -30,7 +30,7 @@ DISPERSIONS = [k / 8 for k in range(-24, 17)]
 """Candidates for log10 of the dispersion that held-out data choose."""
 
 LEAST_RATE = 1e-9
-"""Least rate that divides a squared residual."""
+"""Least `μ + μ²` that divides a squared residual."""
 
 DRAW_NODES = 16
 """Number of rates that the noise of a rate gives each weight draw."""
@@ -53,9 +53,9 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     by default.
 
     Args:
-        dispersion: α >= 0. None lets the training residuals decide, `α = Σ [(y - μ)² - y]/μ / Σ μ`; it is 0 unless they
-            vary more than Poisson counts by three standard errors. `validation=` compares it with the α of highest
-            held-out likelihood.
+        dispersion: α >= 0. None lets the training residuals decide, by `Σ [(y - μ)² - y - α μ²]/(μ + μ²) = 0`; α is 0
+            unless they vary more than Poisson counts by three standard errors. `validation=` compares it with the α of
+            highest held-out likelihood.
         fitted_dispersion: α that a fit has found.
 
     Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.
@@ -80,12 +80,17 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return _log_mass(outputs, aligned_targets("Poisson", outputs, targets)).sum(-1)
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns weighted sums of log p(y|f), of `[(y - μ)² - y]/μ`, of μ and μ², and the sum of squared weights."""
+        """Returns weighted sums of log p(y|f), and of what `with_dispersion` and `dispersion_temperature` need."""
         rates = doubled(outputs).exp()
         y = aligned_targets("Poisson", rates, targets.to(rates.device)).to(rates)
-        excess = ((y - rates).square() - y) / rates.clamp_min(LEAST_RATE)
         each = apply_weights(torch.ones_like(rates), weights)
-        sums = {"excess": excess, "rates": rates, "squared_rates": rates.square(), "squared_weights": each}
+        sums = {
+            "excess": ((y - rates).square() - y) / (rates * (1.0 + rates)).clamp_min(LEAST_RATE),
+            "excess_at_one": rates / (1.0 + rates),  # the mean excess at α = 1
+            "excess_variance": 2.0 * each / (1.0 + rates).square(),  # at α = 0
+            "rates": rates,
+            "squared_rates": rates.square(),
+        }
         totals = {name: apply_weights(values, weights).sum() for name, values in sums.items()}
         return {**super().statistics(outputs, targets, weights), **totals}
 
@@ -101,10 +106,10 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return prediction.mean if self.dispersion is None else None
 
     def with_dispersion(self, statistics: dict[str, Tensor]) -> Poisson:
-        names = "excess", "rates", "squared_weights"
-        excess, rates, squares = (float(statistics.get(name, 0.0)) for name in names)
-        surely = excess > SURE * (2 * squares) ** 0.5  # the excess of a Poisson count has the variance 2
-        return replace(self, fitted_dispersion=excess / rates if surely and self.dispersion is None else 0.0)
+        names = "excess", "excess_at_one", "excess_variance"
+        excess, at_one, variance = (float(statistics.get(name, 0.0)) for name in names)
+        surely = excess > SURE * variance**0.5 and self.dispersion is None
+        return replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
 
     def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
         return 1.0 + self.alpha * float(statistics.get("squared_rates", 0.0) / statistics.get("rates", 1.0))

@@ -165,22 +165,29 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list
     """Returns the costs of the spread of posteriors that differ only in their prior, in nats.
 
     A cost is the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` over samples as in `candidate_latents` that count,
-    by their weights. It is negative if the spread helps.
+    by their weights. It is negative if the spread helps, and infinite if it raises what `Likelihood.raised` returns by
+    more than `MOST_RAISED`.
     """
+    rise = torch.zeros(len(posteriors), dtype=torch.float64)
     totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
     mean, certain, every = None, torch.empty(0), torch.empty(0)
+    least: Any = None  # what `raised` returns without a spread
     latents = candidate_latents(posteriors[:1], lambda _: list(posteriors), loader)
     for (_, i), posterior, latent, labels, weights in latents:
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
             share = likelihood.known_share(labels, counted)
-            certain = likelihood.predict(without_spread(mean), likelihood.tuning_link).log_prob(labels)
+            plain = likelihood.predict(without_spread(mean), likelihood.tuning_link)
+            certain, least = plain.log_prob(labels), likelihood.raised(plain)
             every = torch.ones_like(certain) if weights is None else weights.to(certain)
             count += float((every if share is None else every * share.to(every)).sum())
-        costs = doubled(certain) - doubled(likelihood.predict(latent, likelihood.tuning_link).log_prob(labels))
-        totals[i] += float(apply_weights(costs, every).sum())
-    return (totals / max(count, torch.finfo(totals.dtype).tiny)).tolist()
+        prediction = likelihood.predict(latent, likelihood.tuning_link)
+        totals[i] += float(apply_weights(doubled(certain) - doubled(prediction.log_prob(labels)), every).sum())
+        if least is not None:
+            rise[i] += float((likelihood.raised(prediction) - MOST_RAISED * least).sum())
+    costs = totals / max(count, torch.finfo(totals.dtype).tiny)
+    return torch.where(rise > 0, torch.inf, costs).tolist()
 
 
 def width_scores(

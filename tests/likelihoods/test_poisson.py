@@ -135,7 +135,7 @@ def test_residuals_decide_on_the_dispersion():
     model, x, y = many_counts(3.0)
     posterior = lw.fit(model, (x, y), lw.Full(), likelihood="poisson", prior_precision=1.0)
     rates = model(x).exp().detach()
-    alpha = float((((y - rates).square() - y) / rates).sum() / rates.sum())
+    alpha = float((((y - rates).square() - y) / (rates + rates**2)).sum() / (rates / (1 + rates)).sum())
     assert posterior.likelihood.alpha == pytest.approx(alpha, rel=1e-9)
     factor = 1 + alpha * float(rates.square().sum() / rates.sum())
     assert posterior.temperature == pytest.approx(factor, rel=1e-9)
