@@ -73,7 +73,7 @@ class FitData:
                     sums[key].add(head, f, y, rows["weights"])
         parts = ranks.gathered("the residuals", sums)
         whole = {key: reduce(DataSummary.added, [part[key].mapped(Tensor.cpu) for part in parts]) for key in sums}
-        totals = {key: summary.statistics for key, summary in whole.items()}
+        totals = {key: summary.of_mean_weight(data.weighted) for key, summary in whole.items()}
         return likelihood.with_residuals(totals) if all(totals.values()) else likelihood
 
     def warn(self, options: FitOptions) -> None:

@@ -68,6 +68,24 @@ class ResidualRows(NamedTuple):
         ranked = self.residuals.nan_to_num().sum(1).argsort()
         return self.taken(ranked[torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0))[:count]])
 
+    def distinct(self) -> ResidualRows:
+        """Returns the rows with one for all copies, and weights of mean 1: copies are no further evidence.
+
+        Rows of equal features are no copies if their residuals differ: then inputs were measured again.
+        """
+        kept = self.taken((self.weights > 0).nonzero()[:, 0])
+        if not len(kept.weights):
+            return self
+        residuals = kept.residuals.nan_to_num(math.inf)  # equal for targets that are missing
+        if len(residuals.unique(dim=0)) < len(residuals):
+            rows = torch.cat([kept.features, residuals], 1)
+            both, copy_of, copies = rows.unique(dim=0, return_inverse=True, return_counts=True)
+            if len(kept.features.unique(dim=0)) == len(both) < len(rows):
+                first = copy_of.argsort(stable=True)[copies.cumsum(0) - copies]
+                total = torch.zeros(len(both)).to(kept.weights).index_add(0, copy_of, kept.weights)
+                kept = kept.taken(first)._replace(weights=total)
+        return kept._replace(weights=kept.weights / kept.weights.mean())
+
     def known(self) -> tuple[Tensor, Tensor]:
         """Returns r² (N, C) and the weights (N, C), both 0 for a missing target."""
         return self.residuals.nan_to_num().square(), ~self.residuals.isnan() * self.weights[:, None]
