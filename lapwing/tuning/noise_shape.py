@@ -31,6 +31,9 @@ PART_BEYOND, NOT_FAR = 0.01, 1.001
 factor of their distance, so that rounding does not decide whether the row at the quantile is far."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
+SAME_ROW, SOME_FEATURES, REPEATED = 1e-5, 64, 0.99
+"""Largest difference of copies over the largest value; maximum number of features that are compared; least number of
+copies, over the rows whose features another row has, if these are not measured again."""
 FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, FEW_ERRORS = 5, 30, 200, 1.5
 FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 1500
 """Folds; least rows for another law than the plain one; least gain in standard errors with fewer than FEW rows."""
@@ -76,14 +79,15 @@ class ResidualRows(NamedTuple):
         kept = self.taken((self.weights > 0).nonzero()[:, 0])
         if not len(kept.weights):
             return self
-        residuals = kept.residuals.nan_to_num(math.inf)  # equal for targets that are missing
-        if len(residuals.unique(dim=0)) < len(residuals):
-            rows = torch.cat([kept.features, residuals], 1)
-            both, copy_of, copies = rows.unique(dim=0, return_inverse=True, return_counts=True)
-            if len(kept.features.unique(dim=0)) == len(both) < len(rows):
-                first = copy_of.argsort(stable=True)[copies.cumsum(0) - copies]
-                total = torch.zeros(len(both)).to(kept.weights).index_add(0, copy_of, kept.weights)
-                kept = kept.taken(first)._replace(weights=total)
+        residuals, count = kept.residuals.nan_to_num(), len(kept.weights)
+        if int(_different(residuals)[1].sum()) < count:
+            features = kept.features[:, :: 1 + kept.features.shape[1] // SOME_FEATURES]
+            order, first = _different(torch.cat([features, residuals], 1))
+            copies, again = count - int(first.sum()), count - int(_different(features)[1].sum())
+            if copies and copies >= REPEATED * again:
+                total = torch.zeros(count - copies).to(kept.weights)
+                total = total.index_add(0, first.cumsum(0) - 1, kept.weights[order])
+                kept = kept.taken(order[first])._replace(weights=total)
         return kept._replace(weights=kept.weights / kept.weights.mean())
 
     def known(self) -> tuple[Tensor, Tensor]:
@@ -287,6 +291,13 @@ def loss(squares: Tensor, noise: Tensor, df: Tensor | float, latent: Tensor | No
     width = total * (df - 2)
     volume = torch.lgamma(df / 2) - torch.lgamma((df + 1) / 2) + 0.5 * (math.pi * width).log()
     return volume + (df + 1) / 2 * torch.log1p(squares / width)
+
+
+def _different(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the order (N,) of rows (N, F) by their sums, and which of them differ from the one before (N,)."""
+    order = rows.sum(1).argsort()
+    steps = (rows[order].diff(dim=0).abs() > SAME_ROW * rows.abs().amax(0)).any(1)
+    return order, torch.cat([steps.new_ones(1), steps])
 
 
 def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:
