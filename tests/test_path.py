@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2073, functions=290, classes=46, files=50),
-    "fit with its default tuning": Ran(lines=2567, functions=374, classes=60, files=66),
+    "fit with a given prior": Ran(lines=2075, functions=290, classes=46, files=50),
+    "fit with its default tuning": Ran(lines=2569, functions=374, classes=60, files=66),
     "first prediction": Ran(lines=868, functions=135, classes=33, files=36),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

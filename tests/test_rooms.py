@@ -187,7 +187,7 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 LINES = {
     "__init__": 91, "environment": 100, "errors": 155, "options": 193, "files": 200, "linalg": 522, "ranks": 205,
     "data": 1364, "jacobian": 2374, "network": 3365, "tangent": 1443, "covariance": 2663, "likelihoods": 5414,
-    "prediction": 5160, "methods": 4771, "running": 574, "posterior": 1917, "tuning": 3976, "fitting": 2682,
+    "prediction": 5160, "methods": 4771, "running": 574, "posterior": 1917, "tuning": 3976, "fitting": 2697,
     "deployment": 1018, "evaluation": 1731, "integrations": 1186, "display": 49, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

@@ -159,6 +159,8 @@ def fit(
         ):  # fmt: skip
             posterior = _run_and_tune(options, choice, problem, data, runner)
         data.warn_of_samples(options, runner.count())
+        if data.training.weighted:
+            data.warn_of_weights(posterior, runner.count())
         return posterior
 
 

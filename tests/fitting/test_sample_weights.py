@@ -219,3 +219,16 @@ def test_a_temperature_and_a_noise_that_the_user_gave_stay():
     assert (given.temperature, given.noise_variance) == (1, 0.5)
     repeated = [(x.repeat(4, 1), y.repeat(4, 1))]
     close(given.predict(x).variance, lw.fit(model, repeated, likelihood=lw.Gaussian(0.5)).predict(x).variance, 1e-4)
+
+
+def test_weights_that_sum_to_one_warn_if_more_than_ratios_count(caplog):
+    model, x, y = regression(40)
+    w = torch.rand(40, dtype=torch.float64) + 0.5
+    rates = [(x, y.exp().clamp_max(20).round(), w / w.sum())]
+    lw.fit(model, rates, lw.KFAC(), likelihood=lw.Poisson(), sample_weights=True)
+    assert "The sample weights sum to 1, so 40 samples count as 1" in caplog.text
+    caplog.clear()
+    lw.fit(model, [(*rates[0][:2], w)], lw.KFAC(), likelihood=lw.Poisson(), sample_weights=True)
+    lw.fit(model, [(x, y, w / w.sum())], sample_weights=True)
+    lw.fit(model, [(x, y, w / w.sum())], likelihood=lw.Gaussian(1.0), sample_weights=True)
+    assert "sample weights" not in caplog.text
