@@ -101,7 +101,8 @@ def fit(
         temperature: τ in `Σ = (s G + Δ)⁻¹` with `s = N/(n σ² τ)`. A value above 1 widens the posterior.
         sample_weights: whether batches are `(x, y, w)`, or dicts with the key sample_weights, with weights w (B,) of at
             least 0. A weight multiplies Λ and log p(y|f) of its sample: 3 counts it three times, and 0 leaves it out. n
-            and `data_size` count samples, not weights.
+            and `data_size` count samples, not weights. If σ² is tuned, other than by `Evidence`, only ratios of weights
+            count: the temperature of the posterior is their mean.
         forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are not the right call.
         memory: budget in bytes; None means 1 GiB, or an eighth of the GPU's memory if that is more. A fit uses up to
             twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs and
@@ -158,6 +159,8 @@ def fit(
         ):  # fmt: skip
             posterior = checked(*_run_and_tune(options, choice, problem, data, runner))
         data.warn_of_samples(options, runner.count())
+        if data.training.weighted:
+            data.warn_of_weights(posterior, runner.count())
         return posterior
 
 

@@ -18,11 +18,14 @@ from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
 from ..methods import DataSummary
 from ..methods.passes import Batch
+from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tuning import Tuning, Validation
 from .options import FitOptions
 
 log = logging.getLogger("lapwing")
+
+FEW_COUNTED = 2.0  # a total weight below this warns of weights that were divided by their sum
 
 FEW = 30  # minimum number of held-out samples; below it a warning is logged
 KNOWN = 0.05  # maximum share of held-out samples that are training samples, beyond chance; above it a warning is logged
@@ -73,7 +76,7 @@ class FitData:
                     sums[key].add(head, f, y, rows["weights"])
         parts = ranks.gathered("the residuals", sums)
         whole = {key: reduce(DataSummary.added, [part[key].mapped(Tensor.cpu) for part in parts]) for key in sums}
-        totals = {key: summary.statistics for key, summary in whole.items()}
+        totals = {key: summary.of_mean_weight(data.weighted) for key, summary in whole.items()}
         return likelihood.with_residuals(totals) if all(totals.values()) else likelihood
 
     def warn(self, options: FitOptions) -> None:
@@ -89,6 +92,16 @@ class FitData:
             self.training.warn_of_unseen(self.training.expected_size)
         if options.forward is None and isinstance(self.first.inputs.value, Mapping):
             _warn_of_own_tokens(self.first, self.likelihood)
+
+    def warn_of_weights(self, posterior: Posterior, shown: int) -> None:
+        """Warns of sample weights that sum to about 1, unless only ratios count or σ² gives them a unit."""
+        total = float(posterior.statistics["weight"]) * posterior.data_factor
+        has_unit = posterior.noise_fixed and bool(posterior.likelihood.regressions)
+        if total < FEW_COUNTED <= shown / 10 and posterior.temperature == 1 and not has_unit:
+            log.warning(
+                "The sample weights sum to %.3g, so %d samples count as %.3g, and the variances are nearly those of "
+                "the prior. Divide the weights by their mean.", total, shown, total,
+            )  # fmt: skip
 
     def warn_of_samples(self, options: FitOptions, shown: int) -> None:
         """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""

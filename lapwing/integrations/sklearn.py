@@ -313,7 +313,8 @@ class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):
         Args:
             X: array or data frame (n, features); further dimensions are allowed.
             y: targets (n,) or (n, k).
-            sample_weight: as in `LaplaceClassifier.fit`; `shift_` and `scale_` are moments of the weighted rows.
+            sample_weight: as in `LaplaceClassifier.fit`; only their ratios change the intervals. `shift_` and `scale_`
+                are moments of the weighted rows.
 
         Raises:
             LapwingError: if an option is out of range, the numbers of outputs and targets differ, or the weights are

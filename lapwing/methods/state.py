@@ -109,6 +109,13 @@ class DataSummary(State):
         for name, value in {**likelihood.statistics(outputs.detach(), targets, **more), "weight": weight}.items():
             self.statistics[name] = self.statistics.get(name, 0) + value
 
+    def of_mean_weight(self, weighted: bool) -> dict[str, Tensor]:
+        """Returns the statistics of sample weights over their mean, so that n samples count as n."""
+        if not weighted or not self.statistics:
+            return self.statistics
+        factor = self.samples / (float(self.statistics["weight"]) or 1.0)
+        return {name: factor * value for name, value in self.statistics.items()}
+
 
 Values = Mapping[str, Tensor]
 """Values that Adam optimises, by name."""

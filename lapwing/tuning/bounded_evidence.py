@@ -48,11 +48,13 @@ class BoundedEvidence(Tuning):
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
-    unseen targets, at least the mean squared residual; c scales the covariance of any method to it (for `Full`, which
-    separates seen from unseen inputs, at unseen inputs). A sample is left out with all its positions. All trained
-    weights count in networks of at most a million weights, most of them with a layer family, otherwise the treated
-    ones. Freeze the weights that other data trained (`requires_grad`). Then the training residuals decide on the noise
-    and the tails of predictions (see `Gaussian`). The mean of the noise over the training data is σ².
+    unseen targets, at least the mean squared residual. A sample is left out with its copies, and only ratios of
+    `sample_weights` count: Σ and s are those of weights over their mean, which becomes the temperature τ. c scales the
+    covariance of any method to it (for `Full`, which separates seen from unseen inputs, at unseen inputs). A sample is
+    left out with all its positions. All trained weights count in networks of at most a million weights, most of them
+    with a layer family, otherwise the treated ones. Freeze the weights that other data trained (`requires_grad`). Then
+    the training residuals decide on the noise and the tails of predictions (see `Gaussian`). The mean of the noise over
+    the training data is σ².
 
     A prior precision that the user gave is kept, and so is a covariance that chose its own prior (`SampledLLA`,
     `MeanField`): then σ² makes the width. If the user gave σ², the evidence chooses the prior precision.
@@ -142,7 +144,7 @@ def _warn_of_certainty(posterior: Posterior) -> None:
     """Warns if the NLL of training labels is small."""
     likelihood, model = posterior.likelihood, posterior.tangent.model
     labels = likelihood.classifies(posterior.tangent.outputs) or likelihood.activation is not None
-    rows = max(1.0, float(posterior.statistics["weight"]))
+    rows = float(posterior.statistics["weight"]) or 1.0
     nll = -float(likelihood.log_likelihood(posterior.statistics)) / rows
     if labels and nll < CERTAIN_NLL:  # the NLL of a density depends on the unit of y, and of counts on their rate
         log.warning(

@@ -141,4 +141,4 @@ def _rows(posterior: Posterior, data: Iterable[Samples], layer: str, aim: Aim | 
             latent: Any = latent_of_batch(tangent, posterior.covariance, inputs, via, False)
             variance = (latent.rows if has_positions(latent) else latent).variance
         parts.append([doubled(one).cpu() for one in (features, residuals, weights, variance)])
-    return ResidualRows(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+    return ResidualRows(*map(torch.cat, zip(*parts, strict=True))).distinct() if parts else None

@@ -43,7 +43,8 @@ def leave_one_out(
     degrees of freedom. δσ² is raised until s is half of `residual`, the network's mean squared residual
     (`LOWEST_WIDTH`), at most to `HIGHEST_RAISED`: the linearised model of a network that was not trained to the end
     would explain residuals that the network still has. The kernel holds n of N = `size` samples, so s is multiplied by
-    `learning_curve` at N/n. A sample of weight w counts as w copies: residual and kernel are multiplied by √w.
+    `learning_curve` at N/n. A sample of weight w counts as w copies: residual and kernel are multiplied by √w. Weights
+    are divided by their mean, with copies: if w copies were w measurements, their equal targets would show no noise.
 
     All trained weights count, also those that the posterior does not treat, since they were trained on the targets too;
     unless they are too many, or lapwing refuses one of the layers.
@@ -77,7 +78,7 @@ def _left_out(
             log10, end = (middle, end) if result.width < LOWEST_WIDTH * residual else (log10, middle)
     # 3. for exact draws, the variance of left-out targets at their own δ and σ²
     if posterior.covariance.distinct_draws and posterior.noise_variance:
-        delta = float(posterior.prior.precision.mean())
+        delta = float(posterior.prior.precision.mean()) / result.weight
         own = math.log10(posterior.noise_variance * delta / process.unit)
         result = replace(result, variance_of_draws=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
     return result

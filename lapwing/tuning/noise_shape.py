@@ -31,6 +31,9 @@ PART_BEYOND, NOT_FAR = 0.01, 1.001
 factor of their distance, so that rounding does not decide whether the row at the quantile is far."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
+SAME_ROW, SOME_FEATURES, REPEATED = 1e-5, 64, 0.99
+"""Largest difference of copies over the largest value; maximum number of features that are compared; least number of
+copies, over the rows whose features another row has, if these are not measured again."""
 FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, FEW_ERRORS = 5, 30, 200, 1.5
 FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 1500
 """Folds; least rows for another law than the plain one; least gain in standard errors with fewer than FEW rows."""
@@ -67,6 +70,25 @@ class ResidualRows(NamedTuple):
         """Returns random rows in a random order, which residuals determine and not the given order of the rows."""
         ranked = self.residuals.nan_to_num().sum(1).argsort()
         return self.taken(ranked[torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0))[:count]])
+
+    def distinct(self) -> ResidualRows:
+        """Returns the rows with one for all copies, and weights of mean 1: copies are no further evidence.
+
+        Rows of equal features are no copies if their residuals differ: then inputs were measured again.
+        """
+        kept = self.taken((self.weights > 0).nonzero()[:, 0])
+        if not len(kept.weights):
+            return self
+        residuals, count = kept.residuals.nan_to_num(), len(kept.weights)
+        if int(_different(residuals)[1].sum()) < count:
+            features = kept.features[:, :: 1 + kept.features.shape[1] // SOME_FEATURES]
+            order, first = _different(torch.cat([features, residuals], 1))
+            copies, again = count - int(first.sum()), count - int(_different(features)[1].sum())
+            if copies and copies >= REPEATED * again:
+                total = torch.zeros(count - copies).to(kept.weights)
+                total = total.index_add(0, first.cumsum(0) - 1, kept.weights[order])
+                kept = kept.taken(order[first])._replace(weights=total)
+        return kept._replace(weights=kept.weights / kept.weights.mean())
 
     def known(self) -> tuple[Tensor, Tensor]:
         """Returns r² (N, C) and the weights (N, C), both 0 for a missing target."""
@@ -269,6 +291,13 @@ def loss(squares: Tensor, noise: Tensor, df: Tensor | float, latent: Tensor | No
     width = total * (df - 2)
     volume = torch.lgamma(df / 2) - torch.lgamma((df + 1) / 2) + 0.5 * (math.pi * width).log()
     return volume + (df + 1) / 2 * torch.log1p(squares / width)
+
+
+def _different(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the order (N,) of rows (N, F) by their sums, and which of them differ from the one before (N,)."""
+    order = rows.sum(1).argsort()
+    steps = (rows[order].diff(dim=0).abs() > SAME_ROW * rows.abs().amax(0)).any(1)
+    return order, torch.cat([steps.new_ones(1), steps])
 
 
 def _quantile(values: Tensor, part: float, counts: Tensor) -> Tensor:

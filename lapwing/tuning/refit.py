@@ -194,6 +194,7 @@ def error_of_copy(
         mean = each.sum() / weight.sum()
         return float(mean), float((each - mean * weight).norm() / weight.sum())
 
+    w = w / (w[w > 0].mean() if w.any() else 1.0)
     # 2. mean and standard deviation of each target (C,)
     total = w.sum(0).clamp_min(torch.finfo(w.dtype).tiny)
     mean = (w * y).sum(0) / total

@@ -59,6 +59,7 @@ def with_left_out_width(
     """
     # 1. the exact model at its best δ*, σ*²
     exact, parts, size = _exact_model(posterior, residual, training, samples)
+    posterior = with_relative_weights(posterior, exact.weight)
     # 2. the width s, at least (1 + h) mean squared residuals if the weights explain h = γ/(N C) of the targets
     width = max(exact.width, (1 + exact.share_explained) * residual)  # the network may fit worse than this model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
@@ -132,14 +133,24 @@ def _checked_width(
     return width
 
 
-def trained_values(posterior: Posterior, training: Training) -> tuple[float, float]:
-    """Returns δ and σ² of a regression by the evidence of the exact linearised model.
+def with_relative_weights(posterior: Posterior, weight: float) -> Posterior:
+    """Returns the posterior of an open σ² with `weight`, the mean of w, as temperature: only ratios of w count.
+
+    A τ that the user gave stays. The covariance follows when σ² is set.
+    """
+    if posterior.temperature != 1 or weight == 1 or not has_prior(posterior.covariance):
+        return posterior
+    return replace(posterior, temperature=weight)
+
+
+def trained_values(posterior: Posterior, training: Training) -> tuple[float, float, float]:
+    """Returns δ and σ² of a regression by the evidence of the exact linearised model, and the mean weight of a sample.
 
     `λ = δσ²` determines how the widths of predictions differ between inputs; `(δ/c, c σ²)` has the same λ for every c.
     """
     residual = posterior.likelihood.residual_variance(posterior.statistics) or 0.0
     exact, *_ = _exact_model(posterior, residual, training, SAMPLES)
-    return exact.precision, exact.noise_variance
+    return exact.precision, exact.noise_variance, exact.weight
 
 
 def _exact_model(

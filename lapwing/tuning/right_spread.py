@@ -52,7 +52,7 @@ def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> floa
 def _shares(posterior: Posterior) -> Tensor:
     """Returns γ/N of each block (n_blocks,); N counts training samples, or positions that count, by their weights."""
     covariance: Any = posterior.covariance
-    rows = max(1.0, float(posterior.statistics["weight"])) * posterior.data_factor / posterior.temperature
+    rows = (float(posterior.statistics["weight"]) or 1.0) * posterior.data_factor / posterior.temperature
     return covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature) / rows
 
 
@@ -100,6 +100,6 @@ def _paid(posterior: Posterior, parts: Sequence[Samples]) -> float:
         summary = DataSummary()
         for one in rows:
             summary.add(likelihood, **{**one, "outputs": one["outputs"] * 10**log10})
-        return float(summary.statistics["log_likelihood"]) / max(1.0, float(summary.statistics["weight"]))
+        return float(summary.statistics["log_likelihood"]) / (float(summary.statistics["weight"]) or 1.0)
 
     return fit(golden_section(fit, 0.0, 1.0, 11)) - fit(0.0)

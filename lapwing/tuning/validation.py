@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import NoneType
@@ -32,7 +32,7 @@ from .held_out import at_exponents, candidate_latents, sample_scores, tangent_of
 from .held_out_choice import RISING, STEPS, SURE, TEMPERATURES, best_of, surely_better, with_ranks
 from .latent_factor import with_latent_factor, with_other_noise
 from .matrix_scaling import MOST_OUTPUTS, matrix_scaled
-from .regression_width import SAMPLES, inputs_read, trained_values
+from .regression_width import SAMPLES, inputs_read, trained_values, with_relative_weights
 from .search import ascend, evenly
 
 log = logging.getLogger("lapwing")
@@ -100,10 +100,14 @@ class _OnHeldOutData(Tuning):
     def training_samples(self, posterior: Posterior) -> int:
         return max(rows_wanted(posterior), 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES))
 
-    def _trained(self, posterior: Posterior, training: Training) -> tuple[float, float] | None:
-        """Returns δ and σ² by the training data, if σ² is open and these data are known."""
-        known = training.shown is not None and not posterior.noise_fixed
-        return trained_values(posterior, training) if known else None
+    def _trained(
+        self, posterior: Posterior, training: Training, parts: Sequence[Posterior]
+    ) -> tuple[list[Posterior], tuple[float, float] | None]:
+        """Returns the parts, and δ and σ² by the training data: if σ² is open and known data, of relative weights."""
+        if training.shown is None or posterior.noise_fixed:
+            return list(parts), None
+        *values, weight = trained_values(posterior, training)
+        return [with_relative_weights(part, weight) for part in parts], (values[0], values[1])
 
 
 @dataclass(frozen=True)
@@ -211,9 +215,10 @@ class Validation(_OnHeldOutData):
         open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
         best = posterior
         if not posterior.prior.fixed or not posterior.noise_fixed or self.ranks or open_numbers:
+            parts, trained = self._trained(posterior, training, with_ranks(posterior, self.ranks))
             best = best_of(
-                with_other_noise(with_ranks(posterior, self.ranks), held_out), self.decades, self.points, held_out,
-                TEMPERATURES if self.tempered else (), self.tolerance, self._trained(posterior, training), self._aim,
+                with_other_noise(parts, held_out), self.decades, self.points, held_out,
+                TEMPERATURES if self.tempered else (), self.tolerance, trained, self._aim,
             )  # fmt: skip
         best = with_latent_factor(best, held_out, self._aim)
         if best is posterior:
@@ -292,7 +297,8 @@ class EarlyStopping(_OnHeldOutData):
         self.check_likelihood(posterior.likelihood, posterior.tangent.outputs)
         parts = (*training.prefixes, posterior)
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
-        trained, held_out = self._trained(posterior, training), Data.of(self.loader, posterior)
+        candidates, trained = self._trained(posterior, training, candidates)
+        held_out = Data.of(self.loader, posterior)
         best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
         best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)

@@ -10,6 +10,7 @@ import lapwing as lw
 from lapwing.covariance import PriorCovariance
 from tests import oracle
 from tests.conformance import close, pack, setup
+from tests.trained import train
 
 WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
 CUTS = (5, 3, 1)
@@ -158,3 +159,76 @@ def test_further_data_with_weights(name, method, tmp_path):
             check_same(posterior.update(loaders[1], sample_weights=weighs[1]), wanted, problem.test)
         after = lw.fit(problem.model, loaders[1], prior=former, sample_weights=weighs[1])
         close(after.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-7)
+
+
+def regression(count=300):
+    """A network of two outputs, and its data, in float64."""
+    torch.manual_seed(0)
+    x = torch.randn(count, 4, dtype=torch.float64)
+    y = torch.stack([x[:, 0].sin(), 5 * x[:, 1]], 1) + torch.tensor([0.3, 2.0]) * torch.randn(count, 2)
+    model = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 2)).double()
+    train(model, lambda: (model(x) - y).square().mean(), 100)
+    return model.eval(), x, y
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"method": lw.KFAC()}, {"params": lw.last_layer}, {"prior_precision": 1.0}, {"tune": lw.BoundedEvidence()},
+     {"validation": True}, {"likelihood": lw.Gaussian(noise="input")}, {"method": lw.ELLA(rank=20)}],
+    ids=str,
+)  # fmt: skip
+def test_only_ratios_of_weights_count_if_the_noise_is_tuned(options):
+    model, x, y = regression()
+    w = torch.rand(250, dtype=torch.float64) + 0.5
+    options = options | ({"validation": (x[250:], y[250:])} if "validation" in options else {})
+    wanted = lw.fit(model, [(x[:250], y[:250], w / w.mean())], sample_weights=True, **options)
+    assert wanted.temperature == pytest.approx(1, rel=1e-9)
+    for factor in (1 / 250, 10.0):
+        given = lw.fit(model, [(x[:250], y[:250], factor * w / w.mean())], sample_weights=True, **options)
+        assert given.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-4)
+        assert given.likelihood.noise_ratios == pytest.approx(wanted.likelihood.noise_ratios, rel=1e-9)
+        assert given.temperature == pytest.approx(factor, rel=1e-9)
+        close(given.predict(x).variance, wanted.predict(x).variance, 1e-4)
+        close(given.predict(x).epistemic_variance, wanted.predict(x).epistemic_variance, 1e-4)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_copies_of_all_rows_change_no_width_of_a_regression(shuffled):
+    model, x, y = regression()
+    rows = torch.arange(100).repeat_interleave(10)
+    rows = rows[torch.randperm(1000)] if shuffled else rows
+    wanted = lw.fit(model, [(x[:100], y[:100])], tune=lw.BoundedEvidence())
+    options = {"likelihood": lw.Gaussian(noise_ratios=wanted.likelihood.noise_ratios)}
+    wanted = lw.fit(model, [(x[:100], y[:100])], tune=lw.BoundedEvidence(), **options)
+    given = lw.fit(model, [(x[rows], y[rows])], tune=lw.BoundedEvidence(), **options)
+    weighted = [(x[:100], y[:100], torch.full((100,), 10.0))]
+    weighted = lw.fit(model, weighted, tune=lw.BoundedEvidence(), sample_weights=True, **options)
+    for one in (given, weighted):
+        assert one.temperature == pytest.approx(10)
+        close(one.predict(x).variance, wanted.predict(x).variance, 1e-4)
+        close(one.predict(x).epistemic_variance, wanted.predict(x).epistemic_variance, 1e-4)
+
+
+def test_a_temperature_and_a_noise_that_the_user_gave_stay():
+    model, x, y = regression()
+    data = [(x, y, torch.full((300,), 4.0))]
+    assert lw.fit(model, data, sample_weights=True, temperature=2.0).temperature == 2
+    given = lw.fit(model, data, sample_weights=True, likelihood=lw.Gaussian(0.5))
+    assert (given.temperature, given.noise_variance) == (1, 0.5)
+    repeated = [(x.repeat(4, 1), y.repeat(4, 1))]
+    close(given.predict(x).variance, lw.fit(model, repeated, likelihood=lw.Gaussian(0.5)).predict(x).variance, 1e-4)
+
+
+def test_weights_that_sum_to_one_warn_if_more_than_ratios_count(caplog):
+    model, x, y = regression(40)
+    w = torch.rand(40, dtype=torch.float64) + 0.5
+    rates = [(x, y.exp().clamp_max(20).round(), w / w.sum())]
+    lw.fit(model, rates, lw.KFAC(), likelihood=lw.Poisson(), sample_weights=True)
+    assert "The sample weights sum to 1, so 40 samples count as 1" in caplog.text
+    caplog.clear()
+    lw.fit(model, [(*rates[0][:2], w)], lw.KFAC(), likelihood=lw.Poisson(), sample_weights=True)
+    lw.fit(model, [(x, y, w / w.sum())], sample_weights=True)
+    lw.fit(model, [(x, y, w / w.sum())], likelihood=lw.Gaussian(1.0), sample_weights=True)
+    assert "sample weights" not in caplog.text

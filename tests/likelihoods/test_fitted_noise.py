@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
 from lapwing.likelihoods.input_noise import InputNoise
+from lapwing.tuning.noise_shape import ResidualRows
 from tests.pretended_device import Device
 from tests.refilling import Refilling
 from tests.refused import refused
@@ -656,3 +657,28 @@ def test_heads_are_deployed():
         torch.testing.assert_close(found[f"{key}_mean"], prediction[key].mean)
         torch.testing.assert_close(found[f"{key}_variance"], prediction[key].variance, rtol=1e-6, atol=1e-9)
     assert float(found["one_df"]) == prediction["one"].df
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_copies_become_the_weight_of_one_row(missing):
+    """Copies are rounded differently in other batches; rows that were measured again, or cannot be told, stay."""
+    torch.manual_seed(0)
+    features, residuals = torch.randn(50, 100).double(), torch.randn(50, 2).double()
+    residuals[:9, 1] = math.nan if missing else 0.0
+    counts = torch.randint(4, (50,))
+    copies = torch.arange(50).repeat_interleave(counts)
+    copies = copies[torch.randperm(len(copies))]
+    rounded = features[copies] * (1 + 1e-7 * torch.randn(len(copies), 1))
+    rows = ResidualRows(rounded, residuals[copies], torch.full((len(copies),), 3.0).double(), residuals[copies] * 0)
+    found = rows.distinct()
+    shown = counts.nonzero()[:, 0]
+    order, wanted = found.features[:, 0].argsort(), shown[features[shown, 0].argsort()]
+    torch.testing.assert_close(found.features[order], features[wanted], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.residuals[order], residuals[wanted], equal_nan=True)
+    torch.testing.assert_close(found.weights[order], counts[wanted] / counts[shown].double().mean())
+    again = rows._replace(residuals=torch.where(torch.rand(len(copies), 1) < 0.5, 1.0, rows.residuals))
+    assert len(again.distinct().weights) == len(copies)
+    assert again.distinct().weights.unique() == 1
+    once = ResidualRows(features, residuals, torch.ones(50).double(), residuals)
+    for one, same in zip(once.distinct(), once, strict=True):
+        assert torch.equal(one.nan_to_num(), same.nan_to_num())

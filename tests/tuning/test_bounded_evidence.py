@@ -741,10 +741,11 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     pairs = [(i // each * 30 // count, i % outputs) for i in range(count * each)]
     assert len(set(pairs)) == len(pairs)
     j, raw, ones = process(model, loader, pairs, 0.1)
-    precision = found.precision
+    precision, copies = found.precision, 30 / (30 - twice)
+    assert found.weight == pytest.approx(copies, rel=1e-12)
 
-    def covariance(precision, noise):
-        return j @ j.T / precision + noise * torch.eye(len(j)).double()
+    def covariance(precision, noise):  # a row has the weight 1/copies
+        return j @ j.T / precision + copies * noise * torch.eye(len(j)).double()
 
     def centred(precision, noise):  # by the likeliest constant of each output
         inverse = covariance(precision, noise).inverse()
@@ -752,7 +753,8 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
 
     def evidence(precision, noise):
         law = MultivariateNormal(torch.zeros(len(j)).double(), covariance(precision, noise))
-        return float(law.log_prob(centred(precision, noise)))
+        without_row = len(j) / copies - len(j)  # differences of copies
+        return float(law.log_prob(centred(precision, noise))) - 0.5 * without_row * math.log(noise)
 
     best = evidence(precision, found.noise_variance)
     for factor in (0.9, 1.1):
@@ -776,7 +778,8 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
         rest = [m for m, (n, _) in enumerate(pairs) if n not in like]
         if mine:
             gain = torch.linalg.solve(full[rest][:, rest], full[rest][:, mine])
-            variances += (full[mine][:, mine] - full[mine][:, rest] @ gain).diagonal().tolist()
+            left = (full[mine][:, mine] - full[mine][:, rest] @ gain).diagonal()
+            variances += (left - (copies - 1) * found.noise_variance).tolist()
             errors += (labels[mine] - gain.T @ labels[rest]).square().tolist()
     assert (found.learning_ratio == 1) is (count == 30)
     assert found.width == pytest.approx(found.learning_ratio * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
