@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from math import inf, isfinite
 from numbers import Integral, Real
@@ -66,6 +66,15 @@ POSITIVE_NUMBERS = Rule(
     lambda value: tuple(map(float, _numbers(value))),
 )
 """One number or several, such as weights of classes; kept as a tuple of floats."""
+
+
+def _number_or_tuple(value: Any) -> float | tuple[float, ...]:
+    numbers = POSITIVE_NUMBERS.convert(value)
+    return numbers if isinstance(plain_numbers(value), (list, tuple)) else numbers[0]
+
+
+POSITIVE_OF_EACH = replace(POSITIVE_NUMBERS, convert=_number_or_tuple)
+"""One number for all outputs, kept as a float, or one for each output, kept as a tuple of floats."""
 
 
 def integer(low: int, below: int = INT64_LIMIT, text: str | None = None) -> Rule:

@@ -412,6 +412,33 @@ def test_the_default_has_the_level_of_predict(
     assert_same(raw(x[:7]), posterior, x[:7], lw.Streamlined(), results, 1e-4)
 
 
+def test_outputs_of_other_units_have_their_own_levels(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    x = torch.randn(80, 5)
+    y = torch.stack([x[:, 0].sin() + 0.2 * torch.randn(80), 100 * x[:, 1] + 30 * torch.randn(80)], 1)
+    model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
+    with torch.no_grad():
+        model[4].weight[1] *= 100
+    posterior = lw.fit(model.eval(), (x, y), lw.KFAC(), prior_precision=1.0)
+    predictor = lw.deploy(posterior, x[:60])
+    wanted = posterior.latent(x[:60]).variance.mean(0)
+    torch.testing.assert_close(posterior.latent(x[:60], via=predictor.via).variance.mean(0), wanted, rtol=1e-4, atol=0)
+    assert_same(predictor(x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
+    module = torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes).module()
+    assert_same(module(x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
+    path = predictor.to_onnx(tmp_path / "network.onnx", x)
+    assert_same(onnx_outputs(path, x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
+    again = lw.deploy(posterior, x[:60], via=lw.Scaled(predictor.via, (2.0, 3.0)), outputs="latent")
+    torch.testing.assert_close(again(x)[1], posterior.latent(x, via=predictor.via).variance * torch.tensor([2.0, 3.0]))
+    half = lw.deploy(posterior, x[:60], via=lw.Scaled(predictor.via, 0.5), outputs="latent")
+    torch.testing.assert_close(half(x)[1], posterior.latent(x, via=predictor.via).variance / 2)
+    torch.save(predictor, tmp_path / "network.pt")
+    loaded = torch.load(tmp_path / "network.pt", weights_only=False)
+    assert loaded.via.factor == predictor.via.factor  # type: ignore[union-attr]
+    torch.testing.assert_close(loaded(x), predictor(x))
+
+
 def test_the_level_comes_from_data_if_the_example_is_short_or_a_warning_does(caplog: pytest.LogCaptureFixture) -> None:
     posterior, x = wide()
     y, wanted = torch.zeros(40, 1), lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()).factor

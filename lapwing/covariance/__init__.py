@@ -10,7 +10,7 @@ from .base import COVARIANCES, Covariance, PriorCovariance, has_prior, register_
 from .basis import Basis, CoordinateBasis, ExplicitBasis, ImplicitBasis
 from .blockwise import Blockwise
 from .dense import DenseCovariance
-from .latent import JointLatent, Latent, SelectedLatent, without_spread
+from .latent import Factor, JointLatent, Latent, SelectedLatent, without_spread
 from .latent_at_positions import AnyLatent, has_factor, has_positions, is_selected
 from .latent_draws import LatentDraws, LinearDraws
 from .layer_block import LayerBlock
@@ -22,7 +22,7 @@ from .terms import Term
 
 __all__ = [
     "COVARIANCES", "AnyLatent", "Basis", "Blockwise", "CoordinateBasis", "Covariance", "DenseBlock", "DenseCovariance",
-    "DiagonalBlock", "Draws", "ExplicitBasis", "ImplicitBasis", "JointLatent", "KroneckerBlock",
+    "DiagonalBlock", "Draws", "ExplicitBasis", "Factor", "ImplicitBasis", "JointLatent", "KroneckerBlock",
     "Latent", "LatentDraws", "LayerBlock", "LinearDraws", "LowRank", "LowRankPlusDiagonal", "LowRankWithResidual",
     "PriorCovariance", "SelectedLatent", "Structure", "Subspace", "Term", "has_factor",
     "has_positions", "has_prior", "has_rank", "is_selected", "register_covariance",

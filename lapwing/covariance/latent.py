@@ -2,7 +2,8 @@
 
 There are four kinds: a Gaussian for each input (`Latent`), one Gaussian over all inputs (`JointLatent`), a Gaussian
 with the covariance of draws (`LinearDraws`), and outputs under draws of the weights (`LatentDraws`). `SelectedLatent`
-is a `Latent` of some of the outputs. All have the same methods. `scaled` multiplies the covariance by a factor >= 0.
+is a `Latent` of some of the outputs. All have the same methods. `scaled` multiplies the covariance by a factor >= 0,
+or outputs by the roots of C factors.
 `with_checks` gives the latent to the user: moments that are not finite raise a LapwingError. `draws` is None except in
 `LatentDraws`.
 """
@@ -31,6 +32,9 @@ from .terms import (
     multiplied_out,
     standard_deviation,
 )
+
+Factor = float | tuple[float, ...]
+"""A factor of a covariance, or one for each output."""
 
 MAX_FACTOR_RATIO = 8
 """Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
@@ -136,7 +140,10 @@ class Latent(BaseLatent):
         """Returns the latent with another covariance (B, C, C) added for each input."""
         return replace(self, terms=(*self.terms, DenseTerm(covariance)))
 
-    def scaled(self, factor: float) -> Latent:
+    def scaled(self, factor: Factor) -> Latent:
+        if isinstance(factor, tuple):
+            root = self.mean.new_tensor(factor).sqrt()
+            return replace(self, terms=tuple(term.stretched(root) for term in self.terms))
         return replace(self, terms=tuple(term.scaled(factor) for term in self.terms))
 
     def mapped(self, matrix: Tensor, shift: Tensor) -> Latent:
@@ -298,7 +305,10 @@ class JointLatent(BaseLatent):
         covariance = torch.einsum("ij,bjdk,lk->bidl", matrix, self.covariance, matrix)
         return JointLatent(affine_logits(self.mean, matrix, shift), covariance)
 
-    def scaled(self, factor: float) -> JointLatent:
+    def scaled(self, factor: Factor) -> JointLatent:
+        if isinstance(factor, tuple):
+            root = self.mean.new_tensor(factor).sqrt()
+            return JointLatent(self.mean, self.covariance * root[:, None, None] * root)
         return JointLatent(self.mean, self.covariance * factor)
 
     def with_checks(self) -> JointLatent:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..network.entry import full_precision
-from .latent import BaseLatent, affine_logits, check_finite, generator_for
+from .latent import BaseLatent, Factor, affine_logits, check_finite, generator_for
 from .terms import standard_normal
 
 
@@ -49,8 +50,9 @@ class LatentDraws(BaseLatent):
         picked = torch.randint(len(self.draws), (n,), generator=generator, device=self.draws.device)
         return self.draws[picked]
 
-    def scaled(self, factor: float) -> LatentDraws:
-        return LatentDraws(torch.lerp(self.mean, self.draws, factor**0.5), self.joint)
+    def scaled(self, factor: Factor) -> LatentDraws:
+        root: Any = self.draws.new_tensor(factor).sqrt() if isinstance(factor, tuple) else factor**0.5
+        return LatentDraws(torch.lerp(self.mean, self.draws, root), self.joint)
 
     def tempered(self, temperature: float) -> LatentDraws:
         return LatentDraws(self.draws + self.mean * (1 / temperature - 1), self.joint)
@@ -130,8 +132,9 @@ class LinearDraws(BaseLatent):
         moved = noise @ self.deviations.flatten(1) / len(self.deviations) ** 0.5
         return self.mean + moved.view(n, *self.mean.shape)
 
-    def scaled(self, factor: float) -> LinearDraws:
-        return LinearDraws(self.mean, self.deviations * factor**0.5, self.joint)
+    def scaled(self, factor: Factor) -> LinearDraws:
+        root: Any = self.mean.new_tensor(factor).sqrt() if isinstance(factor, tuple) else factor**0.5
+        return LinearDraws(self.mean, self.deviations * root, self.joint)
 
     def mapped(self, matrix: Tensor, shift: Tensor) -> LinearDraws:
         return LinearDraws(affine_logits(self.mean, matrix, shift), self.deviations @ matrix.T, self.joint)

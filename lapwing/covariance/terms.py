@@ -72,6 +72,10 @@ class Term(ABC):
         """Returns the covariance multiplied by a factor: all rows, unless a subclass says otherwise."""
         return self.with_rows(*[rows * factor for rows in self.rows])
 
+    def stretched(self, factors: Tensor) -> Term:
+        """Returns the covariance of outputs that are multiplied by the factors (C,)."""
+        return DenseTerm(self.dense() * factors[:, None] * factors)
+
     def selected(self, outputs: Tensor) -> Term:
         """Returns the covariance (B, k, k) of some outputs (B, k)."""
         return DenseTerm(selected(self.dense(), outputs))
@@ -112,6 +116,9 @@ class FactoredTerm(Term):
         """Returns the term with another s. F, which has C times as many entries, is shared."""
         scale = self.factor.new_ones(len(self.factor), self.factor.shape[-1]) if self.scale is None else self.scale
         return FactoredTerm(self.factor, scale * factor)
+
+    def stretched(self, factors: Tensor) -> FactoredTerm:
+        return FactoredTerm(self.factor * factors[:, None], self.scale)
 
     def multiplied_out(self) -> DenseTerm:
         """Returns the matrix, and the centred variance from the factor, since the matrix would lose digits."""
@@ -247,6 +254,11 @@ class MarginalTerm(Term):
 
     def centred_variance(self) -> Tensor:
         return self.centred
+
+    def stretched(self, factors: Tensor) -> MarginalTerm:
+        """Returns the variances times squared factors; the centred ones are right for equal factors, as logits have."""
+        squares = factors.square()
+        return MarginalTerm(self.plain * squares, self.centred * squares[: self.centred.shape[-1]])  # (B, 0) if unread
 
     def dense(self) -> Tensor:
         raise LapwingError("This latent has only variances. Use a link in closed form: write link=lw.Probit().")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import Latent
+from ..covariance import Factor, Latent
 from ..covariance.terms import DenseTerm, MarginalTerm
 from ..data import batches
 from ..data.data import Data
@@ -167,11 +167,12 @@ def _check_doubt(posterior: Posterior, via: Way, novelty: Novelty, example: Inpu
         )
 
 
-def _exported_way(via: Way) -> tuple[Streamlined | Amortized, float, bool]:
+def _exported_way(via: Way) -> tuple[Streamlined | Amortized, Factor, bool]:
     """Returns the way that is exported, the factor of its variances, and whether `via` is `Linearized`."""
-    factor, inner = 1.0, via
+    factor: Factor = 1.0
+    inner = via
     while isinstance(inner, Scaled):
-        factor, inner = factor * inner.factor, inner.via
+        factor, inner = _product(factor, inner.factor), inner.via
     if isinstance(inner, Linearized) and inner == Linearized():
         return Streamlined(), factor, True  # equal if only the last layer is treated
     if isinstance(inner, Amortized) or (isinstance(inner, Streamlined) and inner.covariance == "diagonal"):
@@ -181,6 +182,14 @@ def _exported_way(via: Way) -> tuple[Streamlined | Amortized, float, bool]:
         "via=lw.amortize(posterior, loader); via=lw.Linearized() if only the last layer is treated; or lw.Scaled(...) "
         "of one of them."
     )
+
+
+def _product(first: Factor, second: Factor) -> Factor:
+    """Returns the factor of a way that is scaled twice."""
+    if not isinstance(first, tuple):
+        return tuple(first * one for one in second) if isinstance(second, tuple) else first * second
+    others = second if isinstance(second, tuple) else (second,) * len(first)
+    return tuple(one * other for one, other in zip(first, others, strict=True))
 
 
 def _named(x: Any) -> tuple[tuple[str, ...], bool]:
@@ -198,7 +207,7 @@ def _named(x: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def _observing(
-    likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: float, doubts: bool
+    likelihood: Likelihood, size: int, outputs: str, link: Link | None, factor: Factor, doubts: bool
 ) -> tuple[Observe, tuple[str, ...], int, float | None]:
     """Returns a function from moments to results, their names, the number of kinds of moments that it reads, and ν.
 

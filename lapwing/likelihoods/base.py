@@ -99,6 +99,10 @@ class Likelihood(Options, ABC, Generic[P]):
         """The link for a Gaussian latent if `predict` gets None."""
         return self.links[0].default()
 
+    def units(self, outputs: int) -> Tensor:
+        """Returns for each output (C,) the first output of the same unit. All logits share one, and nothing else."""
+        return torch.arange(outputs) if self.activation is None else torch.zeros(outputs, dtype=torch.int64)
+
     def open_heads(self, outputs: int) -> Iterable[Any]:
         """Returns the keys in `heads` of the outputs whose residuals decide a noise before the curvature is formed."""
         return ()

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import standard_normal
-from ..errors import LapwingError, plain_numbers, shown
+from ..errors import LapwingError, shown
 from ..linalg import at_least_float32, cholesky, double_device, doubled
-from ..options import POSITIVE_NUMBERS, instance_of, option
+from ..options import POSITIVE_NUMBERS, POSITIVE_OF_EACH, instance_of, option
 from .base import Integrals, Likelihood, apply_weights
 from .input_noise import InputNoise
 from .links import ExactLink, Link
@@ -32,15 +32,6 @@ MEMORISED = 1e-4
 """Minimum of a residual variance, as a fraction of the targets' variance: smaller ones show the end of the training."""
 MOST_RATIOS = 200
 """Maximum number of outputs whose noise ratios are estimated."""
-
-
-def _variances(value: Any) -> float | tuple[float, ...]:
-    """Returns one noise variance as a number, several as a tuple."""
-    numbers = POSITIVE_NUMBERS.convert(value)
-    return numbers if isinstance(plain_numbers(value), (list, tuple)) else numbers[0]
-
-
-VARIANCES = replace(POSITIVE_NUMBERS, convert=_variances)
 
 
 @register_likelihood
@@ -74,7 +65,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         torch.Size([3])
     """
 
-    noise_variance: float | None = option(None, VARIANCES, write="0.1")
+    noise_variance: float | None = option(None, POSITIVE_OF_EACH, write="0.1")
     _: KW_ONLY
     missing: bool = False
     noise_ratios: Any = option(None, POSITIVE_NUMBERS, write="[1.0, 5.0]")

@@ -220,6 +220,13 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         heads = {key: self.likelihoods[key].at_features(one, features) for key, one in prediction.items()}
         return replace(prediction, predictions=heads)
 
+    def units(self, outputs: int) -> Tensor:
+        units = torch.arange(outputs)
+        for key, head in self.likelihoods.items():
+            columns = self.columns(key, outputs)
+            units[columns] = columns[head.units(len(columns))]
+        return units
+
     def columns(self, key: str, outputs: int) -> Tensor:
         """Returns the indices of the outputs of a head; raises unless they exist and belong to no other head."""
         found = {name: list(range(outputs))[part] if isinstance(part, slice) else [*part]

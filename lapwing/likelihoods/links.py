@@ -45,15 +45,19 @@ def latent_draws(latent: AnyLatent, count: int, generator: torch.Generator | Non
     return torch.cat(list(draw_chunks(latent, count, generator)))
 
 
+DENSE_OUTPUTS = 32
+"""Maximum number of outputs whose covariance matrices `latent_points` decomposes."""
+
+
 def latent_points(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Returns equally likely outputs (S, B, C) with the exact mean of a Gaussian latent, or all weight draws.
 
     One or two outputs have `count` points of a lattice, mapped by the inverse of Φ, with the exact covariance. More
-    outputs have pairs `m ± L z` of draws z. Each input has the same z in another order. Joint latents have pairs of
-    their own draws.
+    outputs have pairs `m ± L z` of draws z. Each input has the same z in another order. Joint latents, and more
+    than `DENSE_OUTPUTS` outputs, have pairs of their own draws.
     """
     mean, outputs = at_least_float32(latent.mean), latent.mean.shape[-1]
-    if latent.draws is not None or latent.joint:
+    if latent.draws is not None or latent.joint or outputs > DENSE_OUTPUTS:
         draws = latent_draws(latent, count // 2, generator)
         return draws if latent.draws is not None else torch.cat([draws, 2.0 * mean - draws])
     generator = seeded(generator, mean.device)

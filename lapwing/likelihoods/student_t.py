@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from ..options import number, option
-from .gaussian import VARIANCES, Gaussian
+from ..options import POSITIVE_OF_EACH, number, option
+from .gaussian import Gaussian
 from .registry import register_likelihood
 
 
@@ -38,7 +38,7 @@ class StudentT(Gaussian):
 
     df: float | None = option(None, number(3), write="4.0")
     _: KW_ONLY
-    noise_variance: float | None = option(None, VARIANCES, write="0.1")
+    noise_variance: float | None = option(None, POSITIVE_OF_EACH, write="0.1")
     tails: Literal["student"] = "student"  # type: ignore[assignment]
     name: ClassVar[str] = "student_t"
     by_name: ClassVar[dict[str, Any]] = {}

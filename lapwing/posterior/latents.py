@@ -16,7 +16,7 @@ from ..data.inputs import Inputs
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
-from ..prediction import Uncertain, Way
+from ..prediction import Scaled, Uncertain, Way
 from ..prediction.linearized import default_way
 from ..prediction.uncertain import prepared
 from ..prediction.way import checked_way
@@ -37,7 +37,7 @@ def latents_of(
     have different numbers of positions.
     """
     tangent = posterior.tangent
-    via = default_way(tangent) if via is None else checked_way(via)
+    via = default_way(tangent) if via is None else _checked(posterior, via)
     x = as_inputs(x, tangent.model, posterior.columns)
 
     def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
@@ -50,6 +50,19 @@ def latents_of(
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
         return _joined((one(_inputs_of(batch, tangent)) for batch in tracked(x, "predictions")), x)
+
+
+def _checked(posterior: Posterior, via: Way) -> Way:
+    """Returns a way. Raises if it is something else, or has different factors for outputs of one unit."""
+    way = checked_way(via)
+    if isinstance(way, Scaled) and isinstance(way.factor, tuple) and len(way.factor) == posterior.tangent.outputs:
+        units = posterior.likelihood.units(len(way.factor)).tolist()
+        if any(factor != way.factor[unit] for factor, unit in zip(way.factor, units, strict=True)):
+            raise LapwingError(
+                f"The factors of via={shown(way)} differ between logits, whose differences are the prediction. Pass "
+                "the same factor for all logits of a classifier."
+            )
+    return way
 
 
 @outside_modes

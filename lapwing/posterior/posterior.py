@@ -394,11 +394,10 @@ class Posterior(Displayed, Generic[P]):
         self._check_network()
         check_flag("of", "observed", observed)
         way = Scaled(EXACT, 1.0) if via is None else via
-        rule = Rule(lambda way: isinstance(way, Scaled) and way.via == EXACT, "a way of lw.scale_factor(..., of=)")
+        factor: Any = way.factor if isinstance(way, Scaled) and way.via == EXACT else None
+        rule = Rule(lambda _: isinstance(factor, float), "a way of lw.scale_factor(..., of=)")
         check_argument("posterior.of", "via", way, rule, "None")
-        return quantity(
-            self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns, way.factor
-        )
+        return quantity(self.tangent, self.covariance, self.likelihood, function, data, observed, self.columns, factor)
 
     @outside_modes
     @with_progress

@@ -12,7 +12,7 @@ from typing import Any
 from ..covariance import AnyLatent, Covariance
 from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
-from ..options import Options, Rule, positive, required
+from ..options import POSITIVE_OF_EACH, Options, Rule, required
 from ..tangent import Tangent
 
 
@@ -65,7 +65,11 @@ class Scaled(Way):
 
     Args:
         via: the way to scale, which determines the cost.
-        factor: s, positive and finite.
+        factor: s, positive and finite; or C numbers, one for each output of a regression, which stand for a diagonal S:
+            then the covariance is `√S V √S`.
+
+    Raises:
+        LapwingError: in predictions, if the factors are not C, or if the way selects outputs or they are logits.
 
     Source: Li et al., Streamlining Prediction in Bayesian Deep Learning, section 4 (posterior approximations), without
     an equation; after the pseudo-count of Ritter et al. 2018.
@@ -80,10 +84,15 @@ class Scaled(Way):
     """
 
     via: Way = field(metadata=required(Rule(lambda value: isinstance(value, Way), "a way"), "lw.Streamlined()"))
-    factor: float = field(metadata=required(positive(), "0.5"))
+    factor: float | tuple[float, ...] = field(metadata=required(POSITIVE_OF_EACH, "0.5"))
     tuned_as = None
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
+        if isinstance(self.factor, tuple) and {len(self.factor), self.width(tangent.outputs)} != {tangent.outputs}:
+            raise LapwingError(
+                f"The network has {tangent.outputs} outputs, and via={shown(self)} has {len(self.factor)} factors for "
+                f"{self.width(tangent.outputs)} of them. Pass one number, or one for each output and no outputs=."
+            )
         return self.via.latent(tangent, covariance, inputs, joint).scaled(self.factor)
 
     def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Scaled:

@@ -26,6 +26,9 @@ from ..tangent.features import features_at
 from .held_out_choice import RISING
 from .search import golden_section, pull
 
+LEAST_FACTOR = 1e-12
+"""Minimum of a factor to another way, for outputs that have a variance in one way only."""
+
 log = logging.getLogger("lapwing")
 
 
@@ -45,7 +48,7 @@ def scale_factor(
     """Returns `lw.Scaled(via, s)` with the factor s of a way's covariance, `f(x) ~ N(m, s V)`, that data choose.
 
     With `to=`, s is chosen such that the mean variance equals the mean variance of the other way,
-    `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets:
+    `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets. Outputs that are not logits have an s_c each:
     `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
 
@@ -163,16 +166,24 @@ def _of_quantity(posterior: Posterior, data: Any, function: Any) -> float:
 
 def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     """Returns a way, fitted to these inputs, times the factor that gives it the mean variance of another way."""
-    wanted = doubled(posterior.latent(x, to).variance)
-    tangent = posterior.tangent
+
+    def variances(way: Way) -> Tensor:
+        latent = posterior.latent(x, way)
+        return doubled((latent.rows if has_positions(latent) else latent).variance)  # (n, C)
+
+    wanted, tangent = variances(to), posterior.tangent
     via = via.fitted(tangent, posterior.covariance, first_inputs(posterior, x))
-    found = doubled(posterior.latent(x, via).variance)
+    found = variances(via)
     if wanted.shape != found.shape:
         raise LapwingError(
             f"lw.scale_factor compares the variances of all outputs: to={to} has {tuple(wanted.shape)} of them, and "
             f"via={via} {tuple(found.shape)}. Leave outputs= out of the two ways. Write draws=64 for very many outputs."
         )
-    return Scaled(via, float(wanted.sum() / found.sum()) if found.any() else 1.0)  # 1 without any spread
+    units = posterior.likelihood.units(tangent.outputs).to(wanted.device)
+    sums = (torch.zeros_like(wanted[0]).index_add(0, units, values.sum(0)) for values in (wanted, found))
+    above, below = (values[units] for values in sums)
+    factors = torch.where(below > 0, (above / below).clamp_min(LEAST_FACTOR), 1.0)  # 1 without any spread
+    return Scaled(via, float(factors[0]) if not units.any() else tuple(factors.tolist()))
 
 
 def _score_of(

@@ -14,7 +14,7 @@ from torch.special import polygamma
 import lapwing as lw
 from lapwing.covariance import LatentDraws
 from lapwing.likelihoods import Gaussian, MixturePrediction
-from lapwing.likelihoods.links import latent_points
+from lapwing.likelihoods.links import DENSE_OUTPUTS, latent_points
 from lapwing.tuning.held_out import spread_costs
 from tests.likelihoods.fakes import FakeLatent, gauss_hermite, joint_latent, random_latent
 
@@ -148,7 +148,7 @@ def test_points_of_one_or_two_outputs_have_the_moments_of_the_latent(size, dtype
     assert others.abs().max() < 0.2  # inputs are independent, as a Gaussian without joint covariances is
 
 
-@pytest.mark.parametrize(("size", "joint"), [(3, False), (2, True)])
+@pytest.mark.parametrize(("size", "joint"), [(3, False), (2, True), (DENSE_OUTPUTS + 1, False)])
 def test_more_outputs_and_joint_latents_have_pairs_around_the_mean(size, joint):
     latent = joint_latent(size=size) if joint else random_latent(size=size)
     points = latent_points(latent, 512)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
-from lapwing.tuning.scale_factor import scale_factor
+from lapwing.tuning.scale_factor import LEAST_FACTOR, scale_factor
 from tests.input_noise import with_input_noise
 from tests.quick import others_slow
 from tests.trained import train
@@ -240,6 +240,63 @@ def test_the_factor_to_another_way_gives_its_mean_variance(via):
     torch.testing.assert_close(posterior.latent(x, found).variance.mean(), wanted.mean())
     again = lw.scale_factor(posterior, [x[:9], x[9:]], via, to=lw.Linearized())  # features of the first batch
     assert again.factor == pytest.approx(found.factor, rel=1e-6 if again.via == via else 0.02)
+
+
+@pytest.mark.parametrize("via", WAYS, ids=repr)
+def test_each_output_has_its_own_factor(via):
+    model, loader, held_out = regression(outputs=3)
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood=lw.Gaussian(0.1), prior_precision=1.0)
+    x, factors = held_out[0][0], torch.tensor([0.25, 1.0, 900.0], dtype=torch.float64)
+    one, found = (posterior.latent(x, via=way) for way in (via, lw.Scaled(via, factors)))
+    root = factors.sqrt()
+    torch.testing.assert_close(found.mean, one.mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.covariance, one.covariance * root[:, None] * root)
+    torch.testing.assert_close(found.variance, one.variance * factors)
+    if via == lw.Linearized():
+        joint = [posterior.latent(x, via=way, joint=True).covariance for way in (via, lw.Scaled(via, factors))]
+        torch.testing.assert_close(joint[1], torch.einsum("i,bicj,j->bicj", root, joint[0], root))
+        draws = [posterior.latent(x, via=lw.Linearized(draws=9)) for _ in "ab"]
+        torch.testing.assert_close(draws[1].scaled(tuple(factors.tolist())).variance, draws[0].variance * factors)
+
+
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(0.1), lw.HeteroscedasticGaussian()], ids=["gaussian", "noise"])
+def test_each_output_has_its_mean_variance_in_another_way(likelihood):
+    model, loader, held_out = regression(outputs=2)
+    loader = [(x, 100 * y[:, : 1 if likelihood.name != "gaussian" else 2]) for x, y in loader]
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood=likelihood, prior_precision=1.0)
+    x = held_out[0][0]
+    found = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
+    wanted = posterior.latent(x).variance.mean(0)
+    torch.testing.assert_close(posterior.latent(x, found).variance.mean(0), wanted)
+    ratio = wanted / posterior.latent(x, found.via).variance.mean(0)
+    assert found.factor == pytest.approx(ratio.tolist(), rel=1e-12)
+    again = lw.scale_factor(posterior, x, found, to=lw.Linearized())
+    assert again.factor == pytest.approx((1.0, 1.0))
+
+
+def test_logits_share_a_factor():
+    model, loader, held_out = regression(outputs=3)
+    x = held_out[0][0]
+    joint = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian(0.1)}, {"kind": [0, 2], "size": [1]})
+    data = [(inputs, {"kind": (y[:, 0] > 0).long(), "size": y[:, 1:2]}) for inputs, y in loader]
+    posterior = lw.fit(model, data, lw.KFAC(), likelihood=joint, prior_precision=1.0)
+    found = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
+    wanted, narrow = (posterior.latent(x, way).variance.sum(0) for way in (lw.Linearized(), found.via))
+    kind = float((wanted[0] + wanted[2]) / (narrow[0] + narrow[2]))
+    assert found.factor == pytest.approx((kind, float(wanted[1] / narrow[1]), kind), rel=1e-12)
+    ordered = [(inputs, (y[:, 0] > 0).long()) for inputs, y in loader]
+    for likelihood in (lw.Ordinal(), lw.FromDistribution(lambda f: torch.distributions.Categorical(logits=f))):
+        posterior = lw.fit(model, ordered, lw.KFAC(), likelihood=likelihood, prior_precision=1.0)
+        assert isinstance(lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()).factor, float)
+
+
+def test_an_output_with_a_variance_in_one_way_only():
+    model, loader, held_out = regression(outputs=2)
+    posterior = lw.fit(model, loader, lw.KFAC(), likelihood=lw.Gaussian(0.1), prior_precision=1.0)
+    narrow = lw.Scaled(lw.Linearized(), (1.0, 1e-300))
+    found = lw.scale_factor(posterior, held_out[0][0], to=narrow)
+    assert found.factor == pytest.approx((1.0, LEAST_FACTOR))
+    assert lw.scale_factor(posterior, held_out[0][0], narrow, to=narrow).factor == (1.0, 1.0)
 
 
 # ---- ends of the range, bad input
