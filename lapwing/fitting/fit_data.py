@@ -96,8 +96,8 @@ class FitData:
     def warn_of_weights(self, posterior: Posterior, shown: int) -> None:
         """Warns of sample weights that sum to about 1, unless only ratios count or σ² gives them a unit."""
         total = float(posterior.statistics["weight"]) * posterior.data_factor
-        has_unit = posterior.noise_fixed and bool(posterior.likelihood.regressions)
-        if total < FEW_COUNTED <= shown / 10 and posterior.temperature == 1 and not has_unit:
+        meant = posterior.likelihood.regressions and (posterior.noise_fixed or posterior.temperature != 1)
+        if total < FEW_COUNTED <= shown / 10 and not meant:
             log.warning(
                 "The sample weights sum to %.3g, so %d samples count as %.3g, and the variances are nearly those of "
                 "the prior. Divide the weights by their mean.", total, shown, total,

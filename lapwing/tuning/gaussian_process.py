@@ -69,7 +69,6 @@ class Process:
     weights: int  # number of weights that count
     outputs_per_pair: float = 1.0  # number of outputs of a sample, divided by the number of its pairs
     weight: float = 1.0  # mean weight of a sample, with its copies in the kernel
-    copies: float = 1.0  # mean number of copies of a sample in the kernel
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
@@ -151,21 +150,8 @@ class Process:
         start = values.new_tensor(grid[best : best + 1])
         return ascend(lambda point: self.evidence(point[0]), start, [low], RANGE[1:])[0]
 
-    def unseen_copies(self, size: float) -> float:
-        """Returns the mean number of copies of a sample among N = `size` samples, over that in the kernel of n.
-
-        Of c copies the kernel has n/N each, so that a sample in it has `m = c p/(1 - (1 - p)^c)` copies at p = n/N.
-        """
-        part, copies = len(self.same) / size, self.copies
-        if part >= 1 or copies <= 1:
-            return 1.0
-        for _ in range(60):
-            copies = self.copies * (1 - (1 - part) ** copies) / part
-        return copies / self.copies
-
     def left_out(self, log10: Tensor, size: float, inverse: float | None = None) -> LeaveOneOut:
         """Returns the leave-one-out predictions for N = `size` samples, at the best 1/δ or at `inverse`."""
-        unseen = self.unseen_copies(size)
         # 1. C and σ², with K + δσ² = δC
         spectrum, scale, labels = self.at(log10)
         scale = scale if inverse is None else log10.new_tensor(inverse)
@@ -174,13 +160,13 @@ class Process:
         # 2. mean left-out variance and squared error, by n samples
         variance, error = self._means(noise, *self._moments(spectrum, labels))
         # 3. the ratio of the learning curve at all targets of N samples to that at the targets of the kernel
-        growth = self.outputs_per_pair * size / unseen / len(self.same)
+        growth = self.outputs_per_pair * size / len(self.same)
         ratio = learning_curve(scale * self.values, noise, growth, self.total)
         # 4. σ² + mean diag(k - k C⁻¹k) for k = K/δ = C - σ²: σ² (1 + tr(k C⁻¹)/Σw), and tr(k C⁻¹) = M - σ² tr C⁻¹
         training_variance = noise * (1 + (len(self.counts) - noise * float((1 / spectrum).sum())) / self.total)
         return LeaveOneOut(
             ratio * max(variance, error), variance, training_variance, ratio, 1 / float(scale), noise,
-            len(self.same), self.weights, (training_variance / noise - 1) / growth, weight=self.weight * unseen,
+            len(self.same), self.weights, (training_variance / noise - 1) / growth, weight=self.weight,
         )  # fmt: skip
 
     def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,8 +74,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     # 5. K = JJᵀ (M, M), and the eigenpairs of √w K √w, with w divided by the noise ratio of the output
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same, repeated = _copies(gram, targets[chosen], times)
-    copies = _number_of_copies(counts, same) if repeated else 1.0
-    weight = copies
+    weight = _number_of_copies(counts, same) if repeated else 1.0
     if posterior.method.sample_weights and counts.any():
         weight *= float(counts[counts > 0].mean())
     counts = counts / weight
@@ -85,7 +84,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
     return Process(
         values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times,
-        weight, copies,
+        weight,
     )  # fmt: skip
 
 
