@@ -210,6 +210,7 @@ CASES: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "value": (value, {}),
     "value: given": (value, {"given": 50}),
     "sample": (lambda: on_posterior("sample", 700), {}),
+    "weight_std": (lambda: on_posterior("weight_std"), {}),
     "sample_function": (function_draws, {}),
     "diagnose": (lambda: on_posterior("diagnose"), {}),
     "with_prior": (lambda: on_posterior("with_prior", 2.0), {}),

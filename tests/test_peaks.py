@@ -16,7 +16,7 @@ import lapwing as lw
 from tests.peaks import BUDGET, CASES
 
 ROOT = Path(__file__).parents[1]
-QUICK = ("of", "explain", "influence", "value", "sample", "novelty: knn")
+QUICK = ("of", "explain", "influence", "value", "sample", "weight_std", "novelty: knn")
 ALIKE = {
     "at": "with_prior", "with_noise": "with_prior", "with_defaults": "with_prior",
     "MeanField.from_optimizer": "MeanField.from_variances",
