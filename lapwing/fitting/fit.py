@@ -143,7 +143,6 @@ def fit(
         if options.prior is not None:
             return checked(continued(options, options.prior, model, loader, file))
         data = FitData.of(options, model, loader)
-        data.warn(options)
         prefixes = 0 if data.tune is None else data.tune.prefixes
         runner = Runner(data.training, prefixes, options.data_size, file)
         choice = choose(options, data, runner.count, data.training.expected_size or data.first.count)
@@ -158,9 +157,7 @@ def fit(
             tune=[problem.traces_wanted, prefixes],
         ):  # fmt: skip
             posterior = checked(*_run_and_tune(options, choice, problem, data, runner))
-        data.warn_of_samples(options, runner.count())
-        if data.training.weighted:
-            data.warn_of_weights(posterior, runner.count())
+        data.warn(options, posterior, runner.count())
         return posterior
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -26,7 +26,6 @@ from .options import FitOptions
 log = logging.getLogger("lapwing")
 
 FEW_COUNTED = 2.0  # a total weight below this warns of weights that were divided by their sum
-
 FEW = 30  # minimum number of held-out samples; below it a warning is logged
 KNOWN = 0.05  # maximum share of held-out samples that are training samples, beyond chance; above it a warning is logged
 
@@ -79,44 +78,40 @@ class FitData:
         totals = {key: summary.of_mean_weight(data.weighted) for key, summary in whole.items()}
         return likelihood.with_residuals(totals) if all(totals.values()) else likelihood
 
-    def warn(self, options: FitOptions) -> None:
+    def warn(self, options: FitOptions, posterior: Posterior, shown: int) -> None:
         """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""
-        if self.held_out is not None:
-            _warn_of_few(self.held_out)
+        held_out = self.held_out
+        if options.data_size is None:
+            self.training.warn_of_unseen(shown)
+        if self.training.weighted:
+            _warn_of_weights(posterior, shown)
+        if options.forward is None:
+            _warn_of_own_tokens([self.first] if held_out is None else [self.first, held_out.first], self.likelihood)
         if self.likelihood.plain is not self.likelihood:
             log.info(
                 "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a "
                 "pseudo-evidence", self.likelihood,
             )  # fmt: skip
-        if options.data_size is None:
-            self.training.warn_of_unseen(self.training.expected_size)
-        if options.forward is None and isinstance(self.first.inputs.value, Mapping):
-            _warn_of_own_tokens(self.first, self.likelihood)
-
-    def warn_of_weights(self, posterior: Posterior, shown: int) -> None:
-        """Warns of sample weights that sum to about 1, unless only ratios count or σ² gives them a unit."""
-        total = float(posterior.statistics["weight"]) * posterior.data_factor
-        meant = posterior.likelihood.regressions and (posterior.noise_fixed or posterior.temperature != 1)
-        if total < FEW_COUNTED <= shown / 10 and not meant:
-            log.warning(
-                "The sample weights sum to %.3g, so %d samples count as %.3g, and the variances are nearly those of "
-                "the prior. Divide the weights by their mean.", total, shown, total,
-            )  # fmt: skip
-
-    def warn_of_samples(self, options: FitOptions, shown: int) -> None:
-        """Warns of what only the passes show: samples that are left out, or held-out samples that are not new."""
-        if options.data_size is None and self.training.expected_size is None:
-            self.training.warn_of_unseen(shown)
-        if self.held_out is None:
+        if held_out is None:
             return
-        if options.forward is None and isinstance(self.held_out.first.inputs.value, Mapping):
-            _warn_of_own_tokens(self.held_out.first, self.likelihood)
-        if share := share_of_known(self.held_out, self.training):
+        _warn_of_few(held_out)
+        if share := share_of_known(held_out, self.training):
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
                 "so its error bars become too narrow and its probabilities overconfident. Pass data on which it was "
                 "not trained: validation=(x_val, y_val).", 100 * share,
             )  # fmt: skip
+
+
+def _warn_of_weights(posterior: Posterior, shown: int) -> None:
+    """Warns of sample weights that sum to about 1, unless only ratios count or σ² gives them a unit."""
+    total = float(posterior.statistics["weight"]) * posterior.data_factor
+    meant = posterior.likelihood.regressions and (posterior.noise_fixed or posterior.temperature != 1)
+    if total < FEW_COUNTED <= shown / 10 and not meant:
+        log.warning(
+            "The sample weights sum to %.3g, so %d samples count as %.3g, and the variances are nearly those of the "
+            "prior. Divide the weights by their mean.", total, shown, total,
+        )  # fmt: skip
 
 
 def share_of_known(held_out: Data, training: Data) -> float:
@@ -140,16 +135,19 @@ def _warn_of_few(held_out: Data) -> None:
         )  # fmt: skip
 
 
-def _warn_of_own_tokens(samples: Samples, likelihood: Likelihood) -> None:
+def _warn_of_own_tokens(batches: Sequence[Samples], likelihood: Likelihood) -> None:
     """Warns if the labels of a text that count are its own tokens instead of the tokens that follow."""
-    tokens, targets = samples.inputs.value.get("input_ids"), samples.targets
-    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
-        return
-    counted = likelihood.labelled(targets)
-    own = tokens.to(targets.device) == targets
-    if own.any() and (own if counted is None else own[counted]).all():
-        log.warning(
-            "The labels are the input_ids, so each token is fitted to itself. For a causal language model, which "
-            "predicts the token that follows, write NextTokens(loader) for training and held-out data, with "
-            "lapwing.integrations.huggingface.NextTokens."
-        )
+    for samples in batches:
+        named, targets = samples.inputs.value, samples.targets
+        tokens = named.get("input_ids") if isinstance(named, Mapping) else None
+        if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
+            continue
+        counted = likelihood.labelled(targets)
+        own = tokens.to(targets.device) == targets
+        if own.any() and (own if counted is None else own[counted]).all():
+            log.warning(
+                "The labels are the input_ids, so each token is fitted to itself. For a causal language model, which "
+                "predicts the token that follows, write NextTokens(loader) for training and held-out data, with "
+                "lapwing.integrations.huggingface.NextTokens."
+            )
+            return
