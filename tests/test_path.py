@@ -43,8 +43,8 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2059, functions=286, classes=46, files=50),
-    "fit with its default tuning": Ran(lines=2568, functions=370, classes=60, files=66),
+    "fit with a given prior": Ran(lines=2050, functions=286, classes=46, files=50),
+    "fit with its default tuning": Ran(lines=2559, functions=370, classes=60, files=66),
     "first prediction": Ran(lines=862, functions=130, classes=32, files=36),
 }
 """The most code that each call runs. The fits are of `lw.KFAC()`. CONTRIBUTING.md says who may raise a number."""

@@ -140,25 +140,34 @@ def fit(
         options.check_same_on_ranks()
     file = NoCheckpoint() if options.checkpoint is None else Checkpoint(options.checkpoint, options.every)
     with show_progress(options.progress):
-        if options.prior is not None:
-            return checked(continued(options, options.prior, model, loader, file))
-        data = FitData.of(options, model, loader)
-        prefixes = 0 if data.tune is None else data.tune.prefixes
-        runner = Runner(data.training, prefixes, options.data_size, file)
-        choice = choose(options, data, runner.count, data.training.expected_size or data.first.count)
-        advice = advice_on_memory(choice.method, choice.sizes)
-        if advice is not None:
-            raise LapwingError(advice)
-        if choice.reason is not None:
-            log_default(choice)
-        problem = _problem(options, choice, data, runner)
-        with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
-            data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
-            tune=[problem.traces_wanted, prefixes],
-        ):  # fmt: skip
-            posterior = checked(*_run_and_tune(options, choice, problem, data, runner))
-        data.warn(options, posterior, runner.count())
-        return posterior
+        if options.prior is None:
+            fitted = _from_start(options, model, loader, file)
+        else:
+            fitted = continued(options, options.prior, model, loader, file), ()
+        return checked(*fitted)
+
+
+def _from_start(
+    options: FitOptions, model: nn.Module, loader: Any, file: NoCheckpoint
+) -> tuple[Posterior, tuple[Posterior, ...]]:
+    """Returns the tuned posterior of a fit without a former one, and those of the first samples."""
+    data = FitData.of(options, model, loader)
+    prefixes = 0 if data.tune is None else data.tune.prefixes
+    runner = Runner(data.training, prefixes, options.data_size, file)
+    choice = choose(options, data, runner.count, data.training.expected_size or data.first.count)
+    advice = advice_on_memory(choice.method, choice.sizes)
+    if advice is not None:
+        raise LapwingError(advice)
+    if choice.reason is not None:
+        log_default(choice)
+    problem = _problem(options, choice, data, runner)
+    with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+        data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
+        tune=[problem.traces_wanted, prefixes],
+    ):  # fmt: skip
+        posterior, parts = _run_and_tune(options, choice, problem, data, runner)
+    data.warn(options, posterior, runner.count())
+    return posterior, parts
 
 
 def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
@@ -202,14 +211,14 @@ def _run_and_tune(
         return posterior if settled else posterior.with_defaults(), parts
     if settled and tune is DEFAULT_TUNING and not posterior.likelihood.regressions:
         return posterior, parts
-    before = time.perf_counter()
-    if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, runner.count()):
+    before, shown = time.perf_counter(), runner.count()
+    if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, shown):
         tune = Refit()
         log.info(
             "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
             "tune=lw.BoundedEvidence() skips this."
         )
-    posterior = tuned(tune, posterior, Training(data.training, parts, runner.count()))
+    posterior = tuned(tune, posterior, Training(data.training, parts, shown))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
     return posterior, parts
 

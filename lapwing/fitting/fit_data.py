@@ -85,8 +85,10 @@ class FitData:
             self.training.warn_of_unseen(shown)
         if self.training.weighted:
             _warn_of_weights(posterior, shown)
-        if options.forward is None:
-            _warn_of_own_tokens([self.first] if held_out is None else [self.first, held_out.first], self.likelihood)
+        batches = [self.first] if held_out is None else [self.first, held_out.first]
+        texts = [samples for samples in batches if isinstance(samples.inputs.value, Mapping)]
+        if texts and options.forward is None:
+            _warn_of_own_tokens(texts, self.likelihood)
         if self.likelihood.plain is not self.likelihood:
             log.info(
                 "%s weighs the loss, and no distribution of the targets has such a loss: its evidence is a "
@@ -135,11 +137,10 @@ def _warn_of_few(held_out: Data) -> None:
         )  # fmt: skip
 
 
-def _warn_of_own_tokens(batches: Sequence[Samples], likelihood: Likelihood) -> None:
+def _warn_of_own_tokens(texts: Sequence[Samples], likelihood: Likelihood) -> None:
     """Warns if the labels of a text that count are its own tokens instead of the tokens that follow."""
-    for samples in batches:
-        named, targets = samples.inputs.value, samples.targets
-        tokens = named.get("input_ids") if isinstance(named, Mapping) else None
+    for samples in texts:
+        tokens, targets = samples.inputs.value.get("input_ids"), samples.targets
         if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor) or tokens.shape != targets.shape:
             continue
         counted = likelihood.labelled(targets)
