@@ -22,7 +22,7 @@ train, test = torch.arange(1200).split([600, 600])
 
 # %%
 # **Write the distribution.** The function gets outputs of shape (..., C), so index them by ``f[..., 0]``. Two Poissons,
-# one of rate 0, make counts with many zeros. The other family is for counts that vary more than Poisson counts.
+# one of rate 0, make counts with many zeros. The other family predicts how much more than Poisson counts they vary.
 
 
 def zero_inflated(f):
@@ -67,7 +67,7 @@ for name, posterior in posteriors.items():
 
 # %%
 # **See them.** At every hour the zero-inflated Poisson predicts zeros as often as they occur. The Poisson, which most
-# people would choose, predicts far too few after long visits, and its intervals are too narrow.
+# people would choose, predicts far too few. Its residuals vary too much for a Poisson, so its intervals are wider.
 
 grid = torch.linspace(0, 8, 60)
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="tight")
