@@ -108,7 +108,9 @@ class FitData:
 def _warn_of_weights(posterior: Posterior, shown: int) -> None:
     """Warns of sample weights that sum to about 1, unless only ratios count or σ² gives them a unit."""
     total = float(posterior.statistics["weight"]) * posterior.data_factor
-    meant = posterior.likelihood.regressions and (posterior.noise_fixed or posterior.temperature != 1)
+    likelihood = posterior.likelihood
+    alone = likelihood.regressions and not likelihood.head_numbers
+    meant = alone and (posterior.noise_fixed or posterior.temperature != 1)
     if total < FEW_COUNTED <= shown / 10 and not meant:
         log.warning(
             "The sample weights sum to %.3g, so %d samples count as %.3g, and the variances are nearly those of the "

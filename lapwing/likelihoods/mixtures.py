@@ -29,8 +29,8 @@ SCORE_NODES = 129
 MOMENT_DRAWS = 64
 """Number of draws of y from each component if the family has no mean or variance."""
 
-LARGEST = 1e12
-"""Largest positive parameter of a family, such as a total count, at which float64 has digits of a log density."""
+LARGEST, CANCELLING = 1e12, ("total_count", "df", "df1", "df2", "concentration", "concentration0", "concentration1")
+"""Largest value of these parameters at which float64 has digits of a log density: it is a difference of log Γ."""
 
 QUANTILE_DOUBLINGS = 128
 """Maximum number of doublings of the bracket of a quantile."""
@@ -179,8 +179,8 @@ class MixturePrediction(RealPrediction):
             `ClassPrediction.mixture` instead.
         density: function from targets to log densities (B, S), for targets that are not values of the family, such as
             (time, ended) of a time that may be censored. Then only `log_prob` reads targets.
-        precise: the components in float64, which `log_prob` reads; None means `components`. Components with a positive
-            parameter above `LARGEST` have the density 0: torch computes them as differences of larger numbers.
+        precise: the components in float64, which `log_prob` reads; None means `components`. Components with a count or
+            a concentration above `LARGEST` have the density 0: torch computes them as differences of larger numbers.
     """
 
     components: dist.Distribution
@@ -392,7 +392,7 @@ def log_density(family: Any, y: Tensor) -> Tensor:
 
 
 def has_large_parameter(family: Any) -> Tensor:
-    """Whether a member of a batch of distributions has a positive parameter above `LARGEST`."""
+    """Whether a member of a batch of distributions has one of the parameters `CANCELLING` above `LARGEST`."""
     if isinstance(family, dist.Independent):
         return has_large_parameter(family.base_dist).flatten(-family.reinterpreted_batch_ndims).any(-1)
     if isinstance(family, dist.MixtureSameFamily):
@@ -400,10 +400,11 @@ def has_large_parameter(family: Any) -> Tensor:
     if isinstance(family, dist.TransformedDistribution):
         return has_large_parameter(family.base_dist).reshape(family.batch_shape)
     large = torch.zeros(family.batch_shape, dtype=torch.bool, device=_device_of(family))
-    for name, constraint in family.arg_constraints.items():
-        sizes = torch.tensor([-1.0, 10 * LARGEST], dtype=torch.float64)
-        if constraint.event_dim == 0 and constraint.check(sizes).tolist() == [False, True]:
-            large = large | (torch.as_tensor(getattr(family, name), device=large.device) > LARGEST)
+    for name in CANCELLING:
+        value = getattr(family, name, None)
+        if isinstance(value, Tensor):
+            above = value > LARGEST
+            large = large | (above.any(-1) if value.ndim > len(family.batch_shape) else above)
     return large
 
 

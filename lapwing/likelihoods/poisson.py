@@ -46,7 +46,8 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
 
     Most counts vary more than Poisson counts. So predictions are `y_c ~ Poisson(ε_c exp(f_c))` with lognormal noise ε
     of mean 1 and variance α: the mean μ stays, and the variance is `μ + α μ²`. The quasi-likelihood of such counts has
-    the curvature `Λ/φ`, so a fit multiplies τ by `φ = Σ (μ + α μ²)/Σ μ` over the training data.
+    the curvature `Λ/φ`, so a fit multiplies τ by `φ = Σ (μ + α μ²)/Σ μ` over the training data, if τ is 1 and the
+    prior of the method can be changed.
 
     Outputs are logarithms of rates, as for `torch.nn.PoissonNLLLoss`. Targets are counts, whole numbers from 0 up as
     integers or floats, (B, C), or (B,) if C = 1. Write `likelihood="poisson"`, because integer targets mean classes
@@ -56,7 +57,7 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         dispersion: α >= 0. None lets the training residuals decide, by `Σ [(y - μ)² - y - α μ²]/(μ + μ²) = 0`; α is 0
             unless they vary more than Poisson counts by three standard errors. `validation=` compares it with the α of
             highest held-out likelihood.
-        fitted_dispersion: α that a fit has found.
+        fitted_dispersion: α that a fit has found, one for all outputs. Heads of `lw.Joint` have `dispersion`, or 0.
 
     Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.
 
@@ -84,10 +85,12 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         rates = doubled(outputs).exp()
         y = aligned_targets("Poisson", rates, targets.to(rates.device)).to(rates)
         each = apply_weights(torch.ones_like(rates), weights)
+        excess = ((y - rates).square() - y) / (rates * (1.0 + rates)).clamp_min(LEAST_RATE)
         sums = {
-            "excess": ((y - rates).square() - y) / (rates * (1.0 + rates)).clamp_min(LEAST_RATE),
+            "excess": excess,
             "excess_at_one": rates / (1.0 + rates),  # the mean excess at α = 1
             "excess_variance": 2.0 * each / (1.0 + rates).square(),  # at α = 0
+            "squared_excess": each * excess.square(),
             "rates": rates,
             "squared_rates": rates.square(),
         }
@@ -106,9 +109,9 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return prediction.mean if self.dispersion is None else None
 
     def with_dispersion(self, statistics: dict[str, Tensor]) -> Poisson:
-        names = "excess", "excess_at_one", "excess_variance"
-        excess, at_one, variance = (float(statistics.get(name, 0.0)) for name in names)
-        surely = excess > SURE * variance**0.5 and self.dispersion is None
+        names = "excess", "excess_at_one", "excess_variance", "squared_excess"
+        excess, at_one, variance, square = (float(statistics.get(name, 0.0)) for name in names)
+        surely = excess > SURE * max(variance, square) ** 0.5 and self.dispersion is None  # one count shows nothing
         return replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
 
     def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:

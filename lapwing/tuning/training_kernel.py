@@ -26,7 +26,8 @@ ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
 SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded targets, ratings, counts
-REPEATED = 0.99  # minimum fraction of pairs of equal inputs with equal targets if samples were repeated
+SAME_ROW = 1 - 1e-9  # the same minimum for equal inputs, whose gradients differ by rounding only
+REPEATED = 0.95  # minimum fraction of pairs of equal inputs with equal targets if samples were repeated
 MANY_EQUAL = 0.01  # if more than this fraction of different samples have equal targets, the targets are rounded
 
 
@@ -73,8 +74,8 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
     # 5. K = JJᵀ (M, M), and the eigenpairs of √w K √w, with w divided by the noise ratio of the output
     gram = anchors.gram(weights, tangent.contraction_dtype)
-    same, repeated = _copies(gram, targets[chosen], times)
-    weight = _number_of_copies(counts, same) if repeated else 1.0
+    same, repeats = _copies(gram, targets[chosen], times)
+    weight = _number_of_copies(counts, repeats)
     if posterior.method.sample_weights and counts.any():
         weight *= float(counts[counts > 0].mean())
     counts = counts / weight
@@ -116,22 +117,23 @@ def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Te
     return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
 
 
-def _number_of_copies(counts: Tensor, same: Tensor) -> float:
-    """Returns the mean number of copies of a sample, without targets of weight 0, by w (M,) and `same` (N, N)."""
-    known = (counts > 0).to(counts).unflatten(0, (len(same), -1))
-    different = float((known / (same.to(counts) @ known).clamp_min(1.0)).sum())
+def _number_of_copies(counts: Tensor, repeats: Tensor) -> float:
+    """Returns the mean number of copies of a sample, without targets of weight 0, by w (M,) and `repeats` (N, N)."""
+    known = (counts > 0).to(counts).unflatten(0, (len(repeats), -1))
+    different = float((known / (repeats.to(counts) @ known).clamp_min(1.0)).sum())
     return float(known.sum()) / different if different else 1.0
 
 
-def _copies(gram: Tensor, targets: Tensor, times: int) -> tuple[Tensor, bool]:
-    """Returns whether two samples are copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C).
+def _copies(gram: Tensor, targets: Tensor, times: int) -> tuple[Tensor, Tensor]:
+    """Returns whether two samples are nearly copies or the same (N, N), by `JJᵀ` (M, M) and y (N, C).
 
-    Also returns whether they were repeated: inputs that were measured again have another target now and then.
+    Also returns whether one is repeated as the other (N, N), by itself if equal inputs were measured again: then they
+    have another target now and then.
     """
     count, outputs = targets.shape
     itself = torch.eye(count, dtype=torch.bool, device=gram.device)
     if times < outputs:  # the kernel holds only some of their outputs
-        return itself, False
+        return itself, itself
     # 1. k_nm = Σ_c J_nc J_mcᵀ (n, n)
     kernel = gram.unflatten(0, (count, times)).unflatten(2, (count, times)).diagonal(dim1=1, dim2=3).sum(-1)  # (N, N)
     # 2. the cosines k_nm/√(k_nn k_mm), and which samples have equal targets
@@ -139,6 +141,7 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> tuple[Tensor, bool]:
     cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
     distinct = cosine < SAME_SAMPLE
     rounded = (equal & distinct).sum() > MANY_EQUAL * distinct.sum()
-    alike = (cosine >= SAME_INPUT) & ~itself
-    repeated = bool((alike & equal).sum() >= REPEATED * alike.sum())
-    return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal), repeated
+    alike = cosine >= SAME_ROW
+    several, repeated = alike.sum() - count, (alike & equal).sum() - count
+    repeats = alike & equal & (repeated >= REPEATED * several) | itself
+    return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal), repeats

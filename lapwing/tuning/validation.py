@@ -135,9 +135,10 @@ class Validation(_OnHeldOutData):
     most 200, otherwise C. Give `noise_ratios` to keep them. Then held-out residuals decide on the noise and the tails
     of predictions (see `Gaussian`). If they change, so does the level of Σ: (δ, σ²) becomes (δ/s, s σ²).
 
-    Other likelihoods, such as `lw.Poisson()`, have neither σ² nor T. At the best δ a factor c of the covariance is then
-    chosen, `(δ, τ) -> (δ/c, c τ)`, if it gains more than one paired standard error. With a given prior precision only
-    the temperature τ of the curvature changes, and a given τ other than 1 stays.
+    Other likelihoods, such as `lw.HeteroscedasticGaussian()`, have neither σ² nor T. At the best δ a factor c of the
+    covariance is then chosen, `(δ, τ) -> (δ/c, c τ)`, if it gains more than one paired standard error. With a given
+    prior precision only the temperature τ of the curvature changes, and a given τ other than 1 stays. `lw.Poisson()`:
+    all δ are compared at the dispersion of the training data, and at that of highest likelihood at held-out outputs.
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
@@ -214,6 +215,7 @@ class Validation(_OnHeldOutData):
         """Returns the posterior with δ, and σ² or T, chosen."""
         open_numbers = (self.tempered and posterior.logit_temperature == 1) or posterior.likelihood.head_numbers
         best = posterior
+        open_numbers = open_numbers or posterior.likelihood.noise_candidates()
         if not posterior.prior.fixed or not posterior.noise_fixed or self.ranks or open_numbers:
             parts, trained = self._trained(posterior, training, with_ranks(posterior, self.ranks))
             best = best_of(
@@ -299,6 +301,7 @@ class EarlyStopping(_OnHeldOutData):
         candidates = [one for part in parts for one in self._candidates(part, posterior)]
         candidates, trained = self._trained(posterior, training, candidates)
         held_out = Data.of(self.loader, posterior)
+        candidates = with_other_noise(candidates, held_out)
         best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
         best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
@@ -321,7 +324,8 @@ class EarlyStopping(_OnHeldOutData):
             points = self.points if self._aim.other_way is None else len(STEPS)
             candidates = at_exponents([] if part.prior.fixed else evenly(*self.decades, points))
             data = Data.of(self.loader, part)
-            scores = sample_scores(self._candidates(part, whole), candidates, data, aim=self._aim).flatten(0, 2)
+            parts = with_other_noise(self._candidates(part, whole), data)
+            scores = sample_scores(parts, candidates, data, aim=self._aim).flatten(0, 2)
             now = scores[int(scores.mean(-1, dtype=torch.float64).nan_to_num(-math.inf).argmax())]
             if best and surely_better(best[0], now, 1.0):
                 return True

@@ -362,6 +362,39 @@ def test_rounding_noise_is_no_density():
         )
 
 
+class Plain(dist.Distribution):
+    """A family of a user's own, which declares nothing."""
+
+    def __init__(self, mean):
+        super().__init__(mean.shape, validate_args=False)
+        self._normal = dist.Normal(mean, 1.0)
+
+    def log_prob(self, value):
+        return self._normal.log_prob(value)
+
+    def sample(self, sample_shape=()):
+        return self._normal.sample(sample_shape)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda f: dist.Gumbel(f[..., 0], 1 + 0 * f[..., 0]),
+        lambda f: dist.Uniform(f[..., 0] - 5, f[..., 0] + 5),
+        lambda f: dist.Kumaraswamy(f[..., 0].exp(), 1 + 0 * f[..., 0]),
+        lambda f: dist.Normal(1e13 * f[..., 0], 1e13 + 0 * f[..., 0]),
+        lambda f: dist.Exponential(1e13 * f[..., 0].exp()),
+        lambda f: Plain(f[..., 0]),
+    ],
+    ids=["gumbel", "uniform", "kumaraswamy", "large unit", "small unit", "own"],
+)
+def test_log_densities_of_certain_outputs_are_those_of_the_family(function):
+    outputs = torch.linspace(-1, 1, 5, dtype=F64)[:, None]
+    y = function(outputs).sample()
+    found = lw.FromDistribution(function).predict(FakeLatent(outputs, torch.zeros(5, 1, 1).double())).log_prob(y)
+    torch.testing.assert_close(found, function(outputs).log_prob(y), rtol=1e-5, atol=1e-4)
+
+
 def test_held_out_data_do_not_choose_rounding_noise():
     torch.manual_seed(0)
     x = torch.randn(400, 2)

@@ -147,6 +147,29 @@ def test_residuals_decide_on_the_dispersion():
     assert again.likelihood.alpha == pytest.approx(alpha, rel=1e-6)
 
 
+def test_one_count_shows_no_dispersion():
+    model, x, y = many_counts(0.0)
+    y[0] = 200
+    assert lw.fit(model, (x, y), likelihood="poisson").likelihood.alpha == 0
+
+
+def test_held_out_counts_choose_the_dispersion_if_the_prior_is_given():
+    model, x, y = many_counts(9.0, 800)
+    plain = (x[:500], model(x[:500]).exp().detach().round())  # counts that vary too little
+    fitted = lw.fit(model, plain, likelihood="poisson", prior_precision=1.0, validation=(x[500:], y[500:]))
+    assert fitted.prior_precision == 1
+    assert fitted.likelihood.alpha > 0.3
+    assert fitted.temperature == pytest.approx(fitted.likelihood.dispersion_temperature(fitted.statistics))
+
+
+@pytest.mark.parametrize("stop", ["best", "first fall"])
+def test_early_stopping_keeps_the_dispersion(stop):
+    model, x, y = many_counts(9.0, 1000)
+    tune = lw.EarlyStopping((x[500:800], y[500:800]), stop=stop)
+    fitted = lw.fit(model, (x[:500], y[:500]), lw.KFAC(), likelihood="poisson", tune=tune)
+    assert fitted.likelihood.alpha > 0.3
+
+
 def test_counts_of_a_poisson_law_have_no_dispersion():
     model, x, y = many_counts(0.0)
     posterior = lw.fit(model, (x, y), likelihood="poisson")
