@@ -31,9 +31,9 @@ PART_BEYOND, NOT_FAR = 0.01, 1.001
 factor of their distance, so that rounding does not decide whether the row at the quantile is far."""
 SHAPE_DF, LEAST_DF, TYPICAL_DF, MOST_DF, NORMAL_DF = 5.0, 3.0, 7.0, 100.0, 1e6
 """ν of the density that finds w; least, most probable and largest tuned ν; largest ν of a sum of noise and f."""
-SAME_ROW, SOME_FEATURES, REPEATED = 1e-5, 64, 0.99
-"""Largest difference of copies over the largest value; maximum number of features that are compared; least number of
-copies, over the rows whose features another row has, if these are not measured again."""
+SAME_ROW, SOME_FEATURES, REPEATED = 1e-5, 64, 0.95
+"""Largest difference of copies over the largest value; maximum number of features that are compared; least part of
+the rows with equal inputs that also have equal targets, if the rows were repeated and not measured again."""
 FOLDS_HELD_OUT, LEAST_HELD_OUT, FEW_HELD_OUT, FEW_ERRORS = 5, 30, 200, 1.5
 FOLDS_TRAINING, LEAST_TRAINING, FEW_TRAINING = 3, 200, 1500
 """Folds; least rows for another law than the plain one; least gain in standard errors with fewer than FEW rows."""

@@ -18,6 +18,7 @@ from ..tangent import Tangent
 from ..tangent.anchors import Anchors
 from .gaussian_process import Process
 from .held_out import WIDTH_OUTPUTS
+from .noise_shape import REPEATED
 
 log = logging.getLogger("lapwing")
 
@@ -26,8 +27,7 @@ ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
 SAME_INPUT = 0.9999  # the same minimum if equal targets are common: rounded targets, ratings, counts
-SAME_ROW = 1 - 1e-9  # the same minimum for equal inputs, whose gradients differ by rounding only
-REPEATED = 0.95  # minimum fraction of pairs of equal inputs with equal targets if samples were repeated
+EQUAL_INPUT = 1 - 1e-9  # the same minimum for equal inputs, whose gradients differ by rounding only
 MANY_EQUAL = 0.01  # if more than this fraction of different samples have equal targets, the targets are rounded
 
 
@@ -141,7 +141,7 @@ def _copies(gram: Tensor, targets: Tensor, times: int) -> tuple[Tensor, Tensor]:
     cosine, equal = kernel / (size * size[:, None]), (targets == targets[:, None]).all(-1)
     distinct = cosine < SAME_SAMPLE
     rounded = (equal & distinct).sum() > MANY_EQUAL * distinct.sum()
-    alike = cosine >= SAME_ROW
+    alike = cosine >= EQUAL_INPUT
     several, repeated = alike.sum() - count, (alike & equal).sum() - count
     repeats = alike & equal & (repeated >= REPEATED * several) | itself
     return itself | ((cosine >= (SAME_INPUT if rounded else SAME_SAMPLE)) & equal), repeats
