@@ -296,6 +296,13 @@ def translator() -> nn.Module:
     return Translator().eval()
 
 
+def listener(net: Any, input_features: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
+    """An encoder-decoder as Whisper, which does not prepare the tokens of its decoder."""
+    if decoder_input_ids is None:
+        raise ValueError("You cannot specify both decoder_input_ids and decoder_inputs_embeds at the same time")
+    return net.layer(input_features)
+
+
 MANY = 10**12
 """More draws than memory holds."""
 
@@ -373,6 +380,8 @@ REFUSED = [
       for inputs in ((torch.arange(8), torch.tensor([0, 2, 3])), {"offsets": torch.tensor([0, 2, 3]), "x": X})),
     (lambda: fit([{"input_ids": Y[:, None], "labels": Y}], translator()),
      "Translator … labels are only targets here … decoder_input_ids … DataCollatorForSeq2Seq"),
+    (lambda: fit([{"input_features": X, "labels": Y}], Net(listener, layer=nn.Linear(4, 3)).eval()),
+     "raised ValueError … labels are only targets here … decoder_input_ids: the labels moved by one place"),
     # what a forward does not know
     (lambda: fit(model=graphs()), "Net, called as model(x) … (8, 4) … no attribute 'x' … forward="),
     (lambda: fit([{"x": X, "labels": Y}], graphs(), forward=lambda net, batch: net.head(batch["x"] + batch["labels"])),

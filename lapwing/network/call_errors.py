@@ -129,6 +129,11 @@ def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: 
     elif isinstance(error, (AttributeError, KeyError)):
         line = "Pass inputs of the types and names that forward() uses, or make them: forward=lambda model, inputs: "
         line += f"model(...).{f' {LISTS}' if 'list' in str(error) else ''}"
+    elif "decoder_input_ids" in str(error):
+        line = (
+            "It also reads the tokens before each label, and the labels are only targets here. Let the batches hold "
+            "decoder_input_ids: the labels moved by one place, after the start token."
+        )
     elif other and "type" in str(error):
         line = f"Its weights have the dtype {short(weight)}. Pass inputs of the same dtype: write x.to({weight})"
         line += "." if leaves[0].is_floating_point() else f", or x.astype('{short(weight)}') of an array."
