@@ -14,10 +14,10 @@ from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent
 from .gaussian_process import LeaveOneOut
-from .training_kernel import process_of
+from .training_kernel import most_rows, process_of
 
 MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
-MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the Jacobian rows of all samples
+MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the rows of the kernel
 MAX_EXPLICIT_WEIGHTS = 1000  # and for weights without a layer family, whose rows need a backward pass per sample
 LOWEST_WIDTH = 0.5  # if s is below this fraction of the mean squared residual, training has not converged
 HIGHEST_RAISED = 0.0  # then log10 δσ² is raised at most to this: there the noise equals the mean eigenvalue
@@ -54,7 +54,9 @@ def leave_one_out(
     parts = [part for part in parts if part.count]
     samples = sum(part.count for part in parts)
     try:
-        tangent = trained(posterior, parts[0].inputs, samples, MAX_MULTIPLY_ADDS)
+        outputs = posterior.tangent.width
+        rows = min(samples * outputs, most_rows(outputs))
+        tangent = trained(posterior, parts[0].inputs, rows, MAX_MULTIPLY_ADDS)
         if tangent is not None:
             return _left_out(posterior, tangent, parts, size or samples, residual)
     except Exception as error:  # from layers that the fit does not treat

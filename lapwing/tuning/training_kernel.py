@@ -31,6 +31,11 @@ EQUAL_INPUT = 1 - 1e-9  # the same minimum for equal inputs, whose gradients dif
 MANY_EQUAL = 0.01  # if more than this fraction of different samples have equal targets, the targets are rounded
 
 
+def most_rows(outputs: int) -> int:
+    """Returns the maximum number of rows of the kernel, for this number of outputs of a sample over all positions."""
+    return min(MAX_ROWS, ROWS_OF_MAPS) if outputs > WIDTH_OUTPUTS else MAX_ROWS
+
+
 def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples]) -> Process:
     """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample.
 
@@ -48,7 +53,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     targets, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
     # 2. M pairs: `count` samples with `times` outputs each, in turn if a sample has more
     outputs = min(widths)
-    most = min(MAX_ROWS, ROWS_OF_MAPS) if outputs > WIDTH_OUTPUTS else MAX_ROWS
+    most = most_rows(outputs)
     count = min(len(residuals), max(20, most // outputs))
     times = min(outputs, most // count)
     chosen = torch.arange(count) * len(residuals) // count

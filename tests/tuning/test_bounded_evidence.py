@@ -955,3 +955,15 @@ def test_a_layer_that_keeps_its_first_weights_is_reset_although_the_seed_is_that
         model[2].weight.mul_(2.0)
     lw.fit(model.eval(), (x, y), tune=lw.Refit(seed=0, steps=20))
     assert "reset_parameters does not change" not in caplog.text
+
+
+def test_each_pixel_of_the_kernel_costs_a_backward_pass(monkeypatch):
+    """All weights count only if the rows of the kernel, not the images, are cheap."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 1, 8, 8)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1)).eval()
+    fitted = lw.fit(model, [(x, x)], lw.KFAC(), params=lw.last_layer, tune=None)
+    each = 64 * (40 + 5)  # multiply-adds of a row of all weights
+    for rows, weights in ((20 * 64, 45), (20 * 64 - 1, 5)):
+        monkeypatch.setattr("lapwing.tuning.leave_one_out.MAX_MULTIPLY_ADDS", each * rows)
+        assert leave_one_out(fitted, [(x, x)]).weights == weights
