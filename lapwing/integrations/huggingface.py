@@ -9,6 +9,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ def lora_cores(model: nn.Module) -> nn.Module:
                 down[key], up[key] = _with_core(name, module, down[key], up[key], (scaling or {}).get(key, 1.0))
                 found = True
         elif isinstance(down, nn.Module) and isinstance(up, nn.Module):
-            scale = 1.0 if scaling is None else float(scaling)
+            scale = float(scaling) if isinstance(scaling, Real) else 1.0  # a dict for AdaLoRA, which is refused
             module.lora_A, module.lora_B = _with_core(name, module, down, up, scale)
             found = True
     if not found:

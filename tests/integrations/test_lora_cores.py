@@ -64,6 +64,10 @@ REFUSED = [
     (lambda: lora_cores(nn.Linear(2, 2)), "no modules with lora_A and lora_B"),
     (lambda: lora_cores(changed(merged=True)), "unmerge_adapter"),
     (lambda: lora_cores(changed(lora_A=nn.Conv1d(5, 2, 3))), "plain linear adapters"),
+    (
+        lambda: lora_cores(changed(lora_A=nn.ParameterDict(), lora_B=nn.ParameterDict(), scaling={"default": 1.0})),
+        "plain linear adapters",
+    ),  # as AdaLoRA
 ]
 
 
