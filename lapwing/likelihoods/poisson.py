@@ -115,6 +115,8 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
 
     def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
+        if not self.alpha:
+            return 1.0
         return 1.0 + self.alpha * float(statistics.get("squared_rates", 0.0) / statistics.get("rates", 1.0))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A factor of the latent covariance by held-out data, for likelihoods without noise variance and logit temperature."""
+"""Numbers of held-out data for likelihoods without noise variance and logit temperature: a factor, and other noise."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def with_latent_factor(posterior: Posterior, held_out: Data, aim: Aim) -> Poster
     """Returns the posterior at `(δ/c, c τ)`, whose covariance is c Σ, or unchanged.
 
     c maximises the log likelihood of held-out samples, with the pull of one sample towards 1. It must gain more than
-    one paired standard error. `c τ` is the temperature of the curvature: a Poisson likelihood of overdispersed counts
-    makes Σ far too narrow, which no δ mends. A prior precision that the user gave stays, as does a temperature.
+    one paired standard error. `c τ` is the temperature of the curvature: targets that vary more than their
+    likelihood says make Σ far too narrow, which no δ mends. A prior precision that the user gave stays, as does a temperature.
 
     Cost: one pass over the held-out data, with 13 candidates.
     """
