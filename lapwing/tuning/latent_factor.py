@@ -32,7 +32,7 @@ def with_latent_factor(posterior: Posterior, held_out: Data, aim: Aim) -> Poster
 
     c maximises the log likelihood of held-out samples, with the pull of one sample towards 1. It must gain more than
     one paired standard error. `c τ` is the temperature of the curvature: targets that vary more than their
-    likelihood says make Σ far too narrow, which no δ mends. A prior precision that the user gave stays, as does a temperature.
+    likelihood says make Σ far too narrow, which no δ mends. A prior precision and a temperature of the user stay.
 
     Cost: one pass over the held-out data, with 13 candidates.
     """
