@@ -10,13 +10,13 @@ from .base import Likelihood, NoiselessLikelihood, apply_weights, curvature_weig
 from .bernoulli import Bernoulli, BernoulliPrediction
 from .categorical import Categorical, ClassPrediction
 from .censored import Censored, CensoredPrediction
+from .families import MixturePrediction
 from .from_distribution import FamilyLikelihood, FromDistribution, Ordinal
 from .gaussian import Gaussian, RegressionPrediction
 from .heteroscedastic import HeteroscedasticGaussian, HeteroscedasticPrediction
 from .joint import Joint, JointPrediction
 from .links import BinaryLink, ClassLink, ExactLink, LaplaceBridge, Link, Probit, Quadrature, SampledLink, latent_draws
 from .logits import LogitLikelihood
-from .mixtures import MixturePrediction
 from .poisson import CountPrediction, Poisson
 from .predictions import DiscretePrediction, P, Prediction, RealPrediction
 from .registry import register_likelihood, resolve

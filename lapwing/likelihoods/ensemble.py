@@ -17,8 +17,9 @@ from ..covariance import LatentDraws, is_selected
 from ..errors import LapwingError
 from .bernoulli import BernoulliPrediction
 from .categorical import ClassPrediction
+from .families import MixturePrediction
 from .links import SampledLink
-from .mixtures import MixturePrediction, NormalsPrediction
+from .mixtures import NormalsPrediction
 from .prediction_at_positions import PredictionAtPositions
 from .regression import RegressionPrediction
 from .student import GaussianPlusNoise

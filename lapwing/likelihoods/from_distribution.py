@@ -18,8 +18,8 @@ from ..linalg import at_least_float32, doubled, psd_root, seeded_torch
 from ..options import Rule, at_least, option, required
 from .base import NoiselessLikelihood
 from .categorical import ClassPrediction
+from .families import MixturePrediction, log_density, validation
 from .links import Link, SampledLink, latent_draws, latent_points
-from .mixtures import MixturePrediction, log_density, validation
 from .predictions import P
 from .registry import register_likelihood
 from .targets import check_labels, check_real_targets

@@ -59,7 +59,8 @@ class Posterior(Displayed, Generic[P]):
         samples: n, number of samples in the curvature, including updates; only the first ones after
             `lw.EarlyStopping`.
         data_factor: N/n; for `lw.SubsetOfData` n is the number of samples of the loader here.
-        temperature: τ; the mean sample weight, with copies, in a regression whose σ² was tuned.
+        temperature: τ; if the user gave none, the mean sample weight in a regression whose σ² was tuned, and the
+            dispersion φ of counts.
         method: how the posterior was made; `print(posterior.method)` shows the method and its options.
         columns: names of the columns of the frames of the fit; later frames are read in their order.
         aim: the way and the link for which held-out data chose the numbers: `aim.via` and `aim.link`; or None.

@@ -72,9 +72,9 @@ class ResidualRows(NamedTuple):
         return self.taken(ranked[torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0))[:count]])
 
     def distinct(self) -> ResidualRows:
-        """Returns the rows with one for all copies, and weights of mean 1: copies are no further evidence.
+        """Returns the rows with one for all copies, and weights of mean 1: copies add no evidence.
 
-        Rows of equal features are no copies if their residuals differ: then inputs were measured again.
+        If rows of equal features have other residuals, inputs were measured again, and all rows stay.
         """
         kept = self.taken((self.weights > 0).nonzero()[:, 0])
         if not len(kept.weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -145,6 +146,47 @@ def test_residuals_decide_on_the_dispersion():
     # α does not depend on a factor of all weights
     again = lw.fit(model, [(x, y, 0.1 * torch.ones(len(x)))], lw.Full(), likelihood="poisson", sample_weights=True)
     assert again.likelihood.alpha == pytest.approx(alpha, rel=1e-6)
+
+
+def refilled(x, y, size):
+    """Batches in one pair of tensors, which the loader fills again."""
+    inputs, targets = x[:size].clone(), y[:size].clone()
+    for start in range(0, len(x), size):
+        inputs.copy_(x[start : start + size])
+        targets.copy_(y[start : start + size])
+        yield inputs, targets
+
+
+class Refilled:
+    def __init__(self, x, y):
+        self.pair = x, y
+
+    def __iter__(self):
+        return refilled(*self.pair, 100)
+
+
+def test_the_dispersion_does_not_depend_on_batches_order_and_positions():
+    model, x, y = many_counts(3.0, 400)
+    wanted = lw.fit(model, (x, y), lw.KFAC(), likelihood="poisson", prior_precision=1.0)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(1))
+    ones = [(a[None], b[None]) for a, b in zip(x, y, strict=True)]
+    pairs = x.unflatten(0, (200, 2)), y.unflatten(0, (200, 2))  # two positions for each sample
+    for data in ((x[order], y[order]), [(x[:2], y[:2]), *ones[2:]], Refilled(x, y), pairs):
+        found = lw.fit(model, data, lw.KFAC(), likelihood="poisson", prior_precision=1.0)
+        assert found.likelihood.alpha == pytest.approx(wanted.likelihood.alpha, rel=1e-9)
+        assert found.temperature == pytest.approx(wanted.temperature, rel=1e-9)
+    low = lw.fit(copy.deepcopy(model).bfloat16(), (x.bfloat16(), y), lw.KFAC(), likelihood="poisson")
+    assert low.likelihood.alpha == pytest.approx(wanted.likelihood.alpha, rel=0.1)
+    assert low.predict(x[:1].bfloat16()).interval(0.9)[1].isfinite().all()
+
+
+def test_twenty_held_out_counts_that_are_all_right():
+    model, x, y = many_counts(3.0, 400)
+    right = x[:20], model(x[:20]).exp().detach().round()
+    fitted = lw.fit(model, (x, y), likelihood="poisson", validation=right)
+    prediction = fitted.predict(x)
+    assert float(((prediction.interval(0.9)[0] <= y) & (y <= prediction.interval(0.9)[1])).double().mean()) > 0.5
+    assert float((prediction.mean / model(x).exp().detach()).max()) < 1.5
 
 
 def test_one_count_shows_no_dispersion():
