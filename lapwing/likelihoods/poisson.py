@@ -55,8 +55,8 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
 
     Args:
         dispersion: α >= 0. None lets the training residuals decide, by `Σ [(y - μ)² - y - α μ²]/(μ + μ²) = 0`; α is 0
-            unless they vary more than Poisson counts by three standard errors. `validation=` compares it with the α of
-            highest held-out likelihood.
+            unless they vary more than Poisson counts by three standard errors. `validation=` compares it with the
+            larger α of highest held-out likelihood.
         fitted_dispersion: α that a fit has found, one for all outputs. Heads of `lw.Joint` have `dispersion`, or 0.
 
     Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.
@@ -103,7 +103,9 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return self.fitted_dispersion if self.dispersion is None else self.dispersion
 
     def noise_candidates(self) -> list[Poisson]:
-        return [replace(self, fitted_dispersion=10**k) for k in DISPERSIONS] if self.dispersion is None else []
+        """Returns larger dispersions than the present one: a network fits its training counts too well, if anything."""
+        larger = [10**k for k in DISPERSIONS if 10**k > self.fitted_dispersion]
+        return [replace(self, fitted_dispersion=alpha) for alpha in larger] if self.dispersion is None else []
 
     def raised(self, prediction: CountPrediction) -> Tensor | None:
         return prediction.mean if self.dispersion is None else None

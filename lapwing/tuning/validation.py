@@ -138,7 +138,7 @@ class Validation(_OnHeldOutData):
     Other likelihoods, such as `lw.HeteroscedasticGaussian()`, have neither σ² nor T. At the best δ a factor c of the
     covariance is then chosen, `(δ, τ) -> (δ/c, c τ)`, if it gains more than one paired standard error. With a given
     prior precision only the temperature τ of the curvature changes, and a given τ other than 1 stays. `lw.Poisson()`:
-    all δ are compared at two dispersions: the training data's, and the one of highest likelihood at held-out outputs.
+    all δ are compared at the dispersion of the training data, and at the larger one that suits held-out counts best.
 
     `lw.Joint`: all δ are compared at the best noise variance or `T >= 1` of each head. At the best δ T may be below 1.
 
