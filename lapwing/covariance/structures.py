@@ -24,6 +24,7 @@ from .terms import (
     ReflectedSum,
     ScaleTerm,
     Summand,
+    Term,
     cross_covariance,
     factored_or_dense,
     of_both,
@@ -87,15 +88,18 @@ def weighted_terms(
     """Returns the part of `J diag(w) Jᵀ` in `reads` for several w: factors if the layer has one position, or matrices.
 
     J is in the basis in which the weights are diagonal. If the layer gives the network's outputs, `basis` is U_out,
-    which rotates them back; None means the identity.
+    which rotates them back; None means the identity. The slopes of a tail then stretch each output.
     """
     factors = jacobian.weighted_factors(candidates) if reads == "covariances" or jacobian.is_output else None
     if factors is not None:
         g, scales = factors
-        if reads == "scale":
+        slopes = jacobian.slopes
+        if reads == "scale" and slopes is None:
             return _scales(scales, basis)
-        terms = (EigenTerm(basis, s) if g is None else FactoredTerm(g, s) for s in scales)
-        return terms if reads == "covariances" else (term.marginals() for term in terms)
+        terms: Iterable[Term] = (EigenTerm(basis, s) if g is None else FactoredTerm(g, s) for s in scales)
+        if slopes is not None:
+            terms = (term.stretched(slopes) for term in terms)
+        return terms if reads == "covariances" else (term.read(reads) for term in terms)
     found = jacobian.weighted(candidates, reads)
     if reads == "covariances":
         return map(ReflectedSum, found)

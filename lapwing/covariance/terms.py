@@ -73,8 +73,8 @@ class Term(ABC):
         return self.with_rows(*[rows * factor for rows in self.rows])
 
     def stretched(self, factors: Tensor) -> Term:
-        """Returns the covariance of outputs that are multiplied by the factors (C,)."""
-        return DenseTerm(self.dense() * factors[:, None] * factors)
+        """Returns the covariance of outputs that are multiplied by the factors (C,) or (B, C)."""
+        return DenseTerm(self.dense() * factors.unsqueeze(-1) * factors.unsqueeze(-2))
 
     def selected(self, outputs: Tensor) -> Term:
         """Returns the covariance (B, k, k) of some outputs (B, k)."""
@@ -118,7 +118,7 @@ class FactoredTerm(Term):
         return FactoredTerm(self.factor, scale * factor)
 
     def stretched(self, factors: Tensor) -> FactoredTerm:
-        return FactoredTerm(self.factor * factors[:, None], self.scale)
+        return FactoredTerm(self.factor * factors.unsqueeze(-1), self.scale)
 
     def multiplied_out(self) -> DenseTerm:
         """Returns the matrix, and the centred variance from the factor, since the matrix would lose digits."""
@@ -185,8 +185,74 @@ class EigenTerm(Term):
     def selected(self, outputs: Tensor) -> Term:
         if self.basis is None:
             return EigenTerm(None, self.scale.gather(1, outputs))
-        rows = self.basis.index_select(0, outputs.flatten()).view(*outputs.shape, -1)  # (B, k, C)
-        return FactoredTerm(rows, self.scale).multiplied_out()
+        return _selected_rows(self.basis, self.scale, outputs).multiplied_out()
+
+    def stretched(self, factors: Tensor) -> Term:
+        if self.basis is None:
+            return EigenTerm(None, self.scale * factors.square())
+        return StretchedTerm(self.basis, self.scale, factors.expand_as(self.scale))
+
+
+def _selected_rows(basis: Tensor, scale: Tensor, outputs: Tensor) -> FactoredTerm:
+    """Returns `U diag(s) Uᵀ` for the rows of U (B, k, C) of some outputs (B, k)."""
+    return FactoredTerm(basis.index_select(0, outputs.flatten()).view(*outputs.shape, -1), scale)
+
+
+@dataclass(frozen=True)
+class StretchedTerm(Term):
+    """`D U diag(s) Uᵀ D` with D = diag(d): an `EigenTerm` of outputs that are multiplied by d (B, C)."""
+
+    basis: Tensor
+    scale: Tensor
+    factors: Tensor
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """Only s and d, because all samples share U."""
+        return self.scale, self.factors
+
+    def with_rows(self, *rows: Tensor) -> StretchedTerm:
+        return StretchedTerm(self.basis, *rows)
+
+    def scaled(self, factor: float) -> StretchedTerm:
+        return StretchedTerm(self.basis, self.scale * factor, self.factors)
+
+    @property
+    def _plain(self) -> EigenTerm:
+        return EigenTerm(self.basis, self.scale)
+
+    def variance(self) -> Tensor:
+        return self._plain.variance() * self.factors.square()
+
+    def centred_variance(self) -> Tensor:
+        """Returns `Σ_j s_j (d_c U_cj - ū_j)²` with `ū_j = Σ_k d_k U_kj / C`. Time O(B C²)."""
+        # with U = V + 1 mᵀ and d = d̄ + e, the term in brackets is d_c V_cj + e_c m_j - v_j: exact if all d are equal
+        mean, (classes, s) = self.basis.mean(0), (len(self.basis), self.scale)  # m (C,)
+        centred = self.basis - mean  # V (C, C)
+        rest = self.factors - self.factors.mean(1, keepdim=True)  # e (B, C)
+        shift = rest @ centred / classes  # v (B, C)
+        squares = self.factors.square() * F.linear(s, centred.square())
+        cross = self.factors * (rest * F.linear(s * mean, centred) - F.linear(s * shift, centred))
+        sums = s @ mean.square(), (s * shift) @ mean, (s * shift.square()).sum(-1)  # Σ s m², Σ s m v, Σ s v² (B,)
+        of_mean, mixed, of_shift = (each.unsqueeze(-1) for each in sums)
+        return nonnegative(squares + 2 * cross + rest.square() * of_mean - 2 * rest * mixed + of_shift)
+
+    def dense(self) -> Tensor:
+        return self._plain.dense() * self.factors.unsqueeze(-1) * self.factors.unsqueeze(-2)
+
+    def times(self, vectors: Tensor) -> Tensor:
+        factors = self.factors.unsqueeze(1)
+        return factors * self._plain.times(factors * vectors)
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        return self.factors * self._plain.sample(count, generator)
+
+    def stretched(self, factors: Tensor) -> StretchedTerm:
+        return StretchedTerm(self.basis, self.scale, self.factors * factors)
+
+    def selected(self, outputs: Tensor) -> Term:
+        rows = _selected_rows(self.basis, self.scale, outputs)
+        return rows.stretched(self.factors.gather(1, outputs)).multiplied_out()
 
 
 @dataclass(frozen=True)
@@ -258,7 +324,8 @@ class MarginalTerm(Term):
     def stretched(self, factors: Tensor) -> MarginalTerm:
         """Returns the variances times squared factors; the centred ones are right for equal factors, as logits have."""
         squares = factors.square()
-        return MarginalTerm(self.plain * squares, self.centred * squares[: self.centred.shape[-1]])  # (B, 0) if unread
+        squares_of_centred = squares[..., : self.centred.shape[-1]]  # (B, 0) if unread
+        return MarginalTerm(self.plain * squares, self.centred * squares_of_centred)
 
     def dense(self) -> Tensor:
         raise LapwingError("This latent has only variances. Use a link in closed form: write link=lw.Probit().")

@@ -102,7 +102,8 @@ class BlockJacobian(ABC):
     cotangents: int  # R
     size: int  # P
     slice_bytes: int = SLICE_BYTES  # target size of one slice
-    is_output: bool = False  # whether the layer's output is the network's output and its entries are the cotangents
+    is_output: bool = False  # whether the layer gives the network's outputs, and their entries are the cotangents
+    slopes: Tensor | None = None  # (B, O) of the network's tail, if the layer gives the outputs and steps follow it
 
     @property
     def strips(self) -> Strips | None:
@@ -133,7 +134,7 @@ class BlockJacobian(ABC):
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]] | None:
         """Returns g (B, R, O) and scales s (B, O), with `J diag(w) Jᵀ = g diag(s) gᵀ` for several weights w.
 
-        g is None if it is the identity. Returns None if the rows of J have no such factors.
+        g is None if the layer gives the outputs: it is then diagonal. Returns None if J has no such factors.
         """
         return None
 

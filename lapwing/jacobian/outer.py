@@ -21,14 +21,17 @@ from .strips import Strips
 class Outer(MatrixJacobian):
     """One position per sample: inputs a (B, I) and output gradients g (B, R, O).
 
-    `g=None` means that the layer's output *is* the network's output: g is the identity and R = O. `bias` appends an
-    input of ones, which is formed only if a product needs it.
+    `g=None` means that the layer gives the network's outputs: R = O, and g is the identity, or diagonal with the
+    `slopes` (B, O) of the network's tail. `bias` appends an input of ones, which is formed only if a product needs it.
     """
 
     groups = 1
 
-    def __init__(self, a: Tensor, g: Tensor | None, outputs: int, bias: bool = False) -> None:
+    def __init__(
+        self, a: Tensor, g: Tensor | None, outputs: int, bias: bool = False, slopes: Tensor | None = None
+    ) -> None:
         self._a, self._g, self._bias, self.is_output = a, g, bias, g is None
+        self.slopes = slopes if g is None else None  # g has them already
         self.batch, self.outputs, self.inputs = a.shape[0], outputs, a.shape[1] + bias
         self.size = outputs * self.inputs
         self.cotangents = outputs if g is None else g.shape[1]
@@ -40,10 +43,12 @@ class Outer(MatrixJacobian):
 
     @property
     def g(self) -> Tensor:
-        """Output gradients (B, R, O). If the layer gives the outputs, this forms the identity."""
-        if self._g is None:
-            return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
-        return self._g
+        """Output gradients (B, R, O). If the layer gives the outputs, this forms the identity, or diag(slopes)."""
+        if self._g is not None:
+            return self._g
+        if self.slopes is not None:
+            return torch.diag_embed(self.slopes)
+        return torch.eye(self.outputs, dtype=self._a.dtype, device=self._a.device).expand(self.batch, -1, -1)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         step = self.step(self.batch * self.cotangents * self.inputs * self.a.element_size(), self.outputs)
@@ -58,7 +63,7 @@ class Outer(MatrixJacobian):
         if outputs is not None:
             g = self.g
             g = g @ outputs[0] if g.is_contiguous() else (g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
-        return Outer(a, g, self.outputs).within(self.slice_bytes)
+        return Outer(a, g, self.outputs, slopes=self.slopes).within(self.slice_bytes)
 
     def _turned(self, basis: Tensor) -> Tensor:
         """Returns `a U` (B, K) for U (I, K), without forming the bias column."""
@@ -72,7 +77,8 @@ class Outer(MatrixJacobian):
             return None
         inside = self._turned(basis)
         outside = torch.linalg.vector_norm(self.a - inside @ basis.mT, dim=1, keepdim=True)
-        return Outer(torch.cat([outside, inside], 1), self._g, self.outputs).within(self.slice_bytes)
+        a = torch.cat([outside, inside], 1)
+        return Outer(a, self._g, self.outputs, slopes=self.slopes).within(self.slice_bytes)
 
     @property
     def strips(self) -> Strips:
@@ -83,7 +89,7 @@ class Outer(MatrixJacobian):
         return SharedOuter(self.strips).within(self.slice_bytes)
 
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:
-        """Returns g, None if the layer is the output, and the scales `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O)."""
+        """Returns g, None if the layer gives the outputs, and the scales `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O)."""
         squares, layout = self._a.square(), (self.outputs, self.inputs, self._bias)
         return self._g, (F.linear(squares, *weighting.matrix(*layout)) for weighting in candidates)
 
@@ -122,17 +128,21 @@ class Outer(MatrixJacobian):
         for part in vectors.split(step):
             pushed = F.linear(self.a, part.reshape(-1, self.inputs))  # (B, K O)
             pushed = pushed.reshape(self.batch, -1, self.outputs)  # (B, K, O)
-            products.append(pushed.mT if self.is_output else self.g @ pushed.mT)
+            products.append(self._through_tail(pushed.mT) if self.is_output else self.g @ pushed.mT)
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def vjp(self, cotangents: Tensor) -> Tensor:
         """Returns `Σ_n (u g) aᵀ` (S, P)."""
-        g = cotangents.mT if self.is_output else cotangents.mT @ self.g  # (B, S, O)
+        g = self._through_tail(cotangents).mT if self.is_output else cotangents.mT @ self.g  # (B, S, O)
         return (g.permute(1, 2, 0).flatten(0, 1) @ self.a).reshape(cotangents.shape[-1], -1)
 
     def columns(self, index: Tensor, places: Sequence[int]) -> Iterator[Tensor]:
         """Yields `J[n, r, (o, i)] = g[n, r, o] a[n, i]` in one part, without forming rows."""
         yield self.g[:, :, index // self.inputs] * self.a[:, None, index % self.inputs]  # (B, R, k)
+
+    def _through_tail(self, values: Tensor) -> Tensor:
+        """Returns entries (B, O, K) of the layer's outputs times the slopes."""
+        return values if self.slopes is None else values * self.slopes.unsqueeze(-1)
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
         return self._shared().plus(other_uses)

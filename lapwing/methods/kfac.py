@@ -190,7 +190,8 @@ class _FactorPass(CurvaturePass[Factors]):
 
     def finish(self, state: Factors) -> Blockwise:
         problem, structures = self.problem, dict[str, Structure]()
-        softmax, tangent = problem.likelihood.activation == "softmax", problem.tangent
+        tangent = problem.tangent
+        softmax = problem.likelihood.activation == "softmax" and not tangent.plan.tail
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
         work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
         check_matrices([*state.A.values(), *state.Gamma.values()])

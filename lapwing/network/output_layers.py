@@ -28,7 +28,7 @@ from .call import Call
 from .eager import EagerMode, modules_of, real
 from .functional import FirstCall
 from .gate import quantized_layers
-from .tracing import Recording, graph_leaves
+from .tracing import Recording, graph_leaves, kind_of
 
 JOINING = frozenset(
     ("Add", "Sub", "Rsub", "Stack", "Cat", "Where", "MaskedFill", "MaskedScatter", "CopySlices", "IndexAdd",
@@ -162,7 +162,7 @@ def _last_layers(
 
     def layers(node: Node, dependent: Set[Node | None]) -> frozenset[str]:
         """Returns the last layers at a node if these branches depend on data."""
-        kind = "" if node in origins.gradients else _kind(node)
+        kind = "" if node in origins.gradients else kind_of(node)
         added: Sequence[Node | None] = ()
         if kind in JOINING or not dependent:  # also a weight, and tensors that are computed from weights only
             added = graph[node]
@@ -189,14 +189,9 @@ def _last_layers(
             if PRODUCT not in fewer and fewer < last[node]:
                 last[node], dependent = fewer, constant
         depending.update((node,) if dependent else ())
-        if constant or (node in origins.constant and _kind(node) not in JOINING | ELEMENTWISE):
+        if constant or (node in origins.constant and kind_of(node) not in JOINING | ELEMENTWISE):
             touched.add(node)
     return last[root]
-
-
-def _kind(node: Node) -> str:
-    """Returns the name of a node's function, such as Addmm."""
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
 
 
 def _matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:

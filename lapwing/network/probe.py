@@ -106,6 +106,7 @@ def probe(
     plan = RecordingPlan.of(
         order, blocks, single_sample=samples == 1, spread=any(use.spread for use, _ in pairs),
         last=next((i for i, (use, _) in enumerate(pairs) if use.is_output), -1),
+        tail=any(use.slopes is not None for use, _ in pairs),
         shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
     )  # fmt: skip
     if generic and warn and not isinstance(params, LastLayer):

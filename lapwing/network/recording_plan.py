@@ -72,7 +72,8 @@ class RecordingPlan:
     explicit_size: int = 0  # number of weights in these
     single_sample: bool = False  # the survey saw one sample: sample axes are guesses
     spread: bool = False  # embeddings of a single row of tokens are expanded over the samples
-    last: int = -1  # index of the use whose output is the network's output, or -1
+    last: int = -1  # index of the use that gives the network's outputs, or -1
+    tail: bool = False  # whether further steps follow that layer, entry by entry
     shared: tuple[bool, ...] = ()  # for each tensor of the inputs, whether the samples of the first batch shared it
     unseen: bool = False  # the network bypasses function modes (see `functional.py`)
     idle: tuple[str, ...] = ()  # names that the first batch did not use, and that may be a last layer of other inputs
@@ -80,7 +81,10 @@ class RecordingPlan:
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON, without what follows from the blocks and `order`."""
         return {
-            **{name: getattr(self, name) for name in ("single_sample", "spread", "last", "shared", "unseen", "idle")},
+            **{
+                name: getattr(self, name)
+                for name in ("single_sample", "spread", "last", "tail", "shared", "unseen", "idle")
+            },
             "order": [use.names for use in self.order],
             "kinds": [use.kind for use in self.order],
             "axes": [(use.axis.axis, use.axis.inner) for use in self.order],
@@ -94,7 +98,7 @@ class RecordingPlan:
         order = tuple(
             PlannedUse(tuple(map(tuple, names)), kind, BatchAxis(*axis), *sizes) for names, kind, axis, sizes in parts
         )
-        known = {name: data[name] for name in ("single_sample", "spread", "last", "unseen") if name in data}
+        known = {name: data[name] for name in ("single_sample", "spread", "last", "tail", "unseen") if name in data}
         known |= {name: tuple(data[name]) for name in ("shared", "idle") if name in data}
         return cls.of(order, blocks, **known)
 

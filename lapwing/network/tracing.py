@@ -45,20 +45,32 @@ ROUTING = frozenset(
 )  # fmt: skip
 """Names of functions whose output layout can depend on values, and not only on shapes."""
 
+ENTRYWISE = frozenset(
+    ("Abs", "Add", "Alias", "Atan", "Clamp", "ClampMax", "ClampMin", "Clone", "Div", "Elu", "Erf", "Exp", "Expm1",
+     "Gelu", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyRelu", "Log", "Log1P", "LogSigmoid", "Mish", "Mul", "Neg",
+     "Pow", "Reciprocal", "Relu", "Rsub", "Sigmoid", "Silu", "Sinh", "Softplus", "Sqrt", "Squeeze", "Sub", "Tanh",
+     "ToCopy", "Unsqueeze", "UnsafeView", "View")
+)  # fmt: skip
+"""Nodes that may form a tail: they treat each entry of their only input alone, or keep the entries in order.
+
+Masks do not count: what `call.finite` writes for an impossible class depends on the other classes.
+"""
+
 
 @dataclass
 class RecordedUse:
-    """One use of watched parameters. The last three fields are known after the forward pass."""
+    """One use of watched parameters. The last four fields are known after the forward pass."""
 
     use: Use  # the layer's input, parameters and family
     names: dict[str, str]  # role -> name of the watched parameter
     edge: GradientEdge  # place of the layer's output in the graph
     out: Tensor  # the layer's output
-    versions: tuple[int, int]  # write counters of input and output at the call
+    version: int  # write counter of the input at the call
     spread: bool = False  # a table's single row of tokens was expanded over the samples
     reached: bool = True  # the outputs depend on this use: not if its output was detached, for instance
     stale: bool = False  # the layer's input was modified in place after the call
-    is_output: bool = False  # the layer's output is the network's output, so that its gradients are the cotangents
+    is_output: bool = False  # the layer gives the network's output, maybe through a tail (`find_output`)
+    slopes: Tensor | None = None  # of that tail, entry by entry; None if there is no tail
 
 
 class Recording(NamedTuple):
@@ -129,8 +141,7 @@ class Recorder(EagerMode):
             use.inputs, out = (x.expand(self._spread, *x.shape[1:]) for x in (use.inputs, out))
         if not out.requires_grad:
             out = out.detach().requires_grad_().clone()  # the clone may be modified in place, a leaf may not
-        versions = use.inputs._version, out._version
-        self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, versions, spread))
+        self.noted.append(RecordedUse(use, names, get_gradient_edge(out), out, use.inputs._version, spread))
         return out
 
     def recurrent(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -168,9 +179,8 @@ class Recorder(EagerMode):
         ends, met = graph_leaves(outputs, inputs.tensors)
         elsewhere = {self._watched[id(leaf)] for leaf in ends if id(leaf) in self._watched}
         for use in self.noted:
-            before, now = use.versions, (use.use.inputs._version, use.out._version)
-            use.reached, use.stale = use.edge.node in met, now[0] != before[0]
-            use.is_output = use.out is outputs and now[1] == before[1] and use.use.is_product
+            use.reached, use.stale = use.edge.node in met, use.use.inputs._version != use.version
+        find_output([use for use in self.noted if use.use.is_product], outputs, inputs.wants_gradient)
         plain = not (self.differentiated or elsewhere) and all(use.reached for use in self.noted)
         values = [leaf for leaf in inputs.leaves if isinstance(leaf, (str, int))]
         texts = sum(isinstance(leaf, str) for leaf in values)
@@ -204,6 +214,30 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
             leaves.append(leaf)
         left += [node for node, _ in after]
     return leaves, met
+
+
+def kind_of(node: Node) -> str:
+    """Returns the name of a node's function, such as Addmm."""
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def find_output(uses: Iterable[RecordedUse], outputs: Tensor, differentiable: bool) -> None:
+    """Marks the use whose output h is the network's output f, or gives it through a tail: `f = φ(h)` entry by entry.
+
+    The Jacobian of f is that of h with its rows times the slopes `φ'(h)`, which keep their graph if `differentiable`.
+    Such a last layer needs no backward pass for each output. Cost: a backward pass of the tail, such as a temperature.
+    """
+    step, ends = outputs.grad_fn, {use.edge.node: use for use in uses if use.out.shape == outputs.shape}
+    while step is not None and step not in ends:
+        before = [node for node, _ in step.next_functions if node is not None]
+        step = before[0] if len(before) == 1 and kind_of(step) in ENTRYWISE else None
+    if step is None:
+        return
+    use = ends[step]
+    use.is_output = True
+    if step is not outputs.grad_fn:
+        ones, options = torch.ones_like(outputs), {"retain_graph": True, "create_graph": differentiable}
+        (use.slopes,) = torch.autograd.grad(outputs, [use.edge], ones, **options)
 
 
 @dataclass(eq=False, repr=False)
@@ -252,13 +286,14 @@ def output_gradients(
 ) -> list[Tensor | None]:
     """Returns the gradients g (R, *out.shape) of cotangents u (B, C, R) at the outputs of the noted uses.
 
-    u=None means the C outputs themselves; a use whose output is f then has g None. With `differentiable`, g keeps its
-    graph. With `batched`, one backward pass may handle all cotangents.
+    u=None means the C outputs themselves; a layer that gives them then has g None, and its slopes count apart. With
+    `differentiable`, g keeps its graph. With `batched`, one backward pass may handle all cotangents.
     """
     exact = None if cotangents is None else cotangents.permute(2, 0, 1)  # (R, B, C)
     behind = [use for use in noted if not use.is_output]
     gradients = iter(_backward(outputs, behind, exact, differentiable, batched) if behind else ())
-    return [exact if use.is_output else next(gradients) for use in noted]
+    given = [exact if exact is None or use.slopes is None else exact * use.slopes for use in noted]
+    return [g if use.is_output else next(gradients) for use, g in zip(noted, given, strict=True)]
 
 
 def _backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from ..jacobian.layers.linear import LinearUse
 from ..jacobian.layers.use import Use
 from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
-from ..network.tracing import RecordedUse, Recording
+from ..network.tracing import RecordedUse, Recording, find_output
 from .cotangents import Cotangents, Reading
 from .record import Record, outputs_moved_error
 
@@ -43,7 +43,7 @@ def records_of_positions(
     differentiable = checked.wants_gradient
     for part, chunk in checked.chunks(tangent.chunk_length(1, dtype)):
         recording, uses = tangent.traced(chunk)
-        use, sizes = output_use(tangent, recording, uses), recording.sizes
+        use, sizes = output_use(tangent, recording, uses, differentiable), recording.sizes
         patches = None if use is None else use.use.position_inputs(sizes, step)
         if use is None or patches is None:
             raise outputs_moved_error(tangent, next(iter(tangent.parameters)))
@@ -60,47 +60,48 @@ def records_of_positions(
             assert layout is not None  # products have a matrix layout
             bias, transposed = weights.get("bias"), layout.transposed
             layers = ((len(a), LinearUse(a, weights["weight"], bias, transposed)) for a in patches)
-        for rows, layer, outputs in _parts(layers, f, mask, start, stride):
+        values = [f] if use.slopes is None else [f, positions.rows(use.slopes)]
+        for rows, layer, (outputs, *slopes) in _parts(layers, values, mask, start, stride):
             start = rows.stop
             if not len(outputs):
                 continue
             outputs = outputs if differentiable else outputs.detach().requires_grad_()
             u = cotangents(outputs if differentiable else outputs.detach())
-            versions = layer.inputs._version, outputs._version
-            noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, versions)
-            noted.is_output = layer.is_product
+            noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, layer.inputs._version)
+            noted.is_output, noted.slopes = layer.is_product, slopes[0] if slopes else None
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
             yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
 
 
 def _parts(
-    layers: Iterable[tuple[int, Use]], f: Tensor, mask: Tensor | None, start: int, stride: int
-) -> Iterator[tuple[slice, Use, Tensor]]:
-    """Yields a slice from `start`, the layer and the outputs, at every `stride`-th of the positions in the mask."""
+    layers: Iterable[tuple[int, Use]], values: Sequence[Tensor], mask: Tensor | None, start: int, stride: int
+) -> Iterator[tuple[slice, Use, list[Tensor]]]:
+    """Yields a slice from `start`, and the layer and the values at every `stride`-th of the positions in the mask."""
     first = 0
     for count, layer in layers:
         here = slice(first, first + count)
-        outputs, first = f[here], here.stop
+        first, parts = here.stop, [layer.inputs, *(each[here] for each in values)]
         if mask is not None:
-            layer.inputs, outputs = layer.inputs[mask[here]], outputs[mask[here]]
-        rows = slice(start, start + len(outputs))
+            parts = [each[mask[here]] for each in parts]
+        rows = slice(start, start + len(parts[1]))
         start = rows.stop
         if stride > 1:
             skipped = -rows.start % stride
             rows = slice(rows.start + skipped, rows.stop, stride)
-            layer.inputs, outputs = layer.inputs[skipped::stride], outputs[skipped::stride]
-        yield rows, layer, outputs
+            parts = [each[skipped::stride] for each in parts]
+        layer.inputs, *parts = parts
+        yield rows, layer, parts
 
 
-def output_use(tangent: Tangent, recording: Recording, uses: Uses) -> RecordedUse | None:
-    """Returns the only use of the treated weights if its output is the network's output at each position, or None."""
+def output_use(tangent: Tangent, recording: Recording, uses: Uses, differentiable: bool = False) -> RecordedUse | None:
+    """Returns the only use of the treated weights if it gives the network's outputs at each position, or None."""
     positions, noted = tangent.positions, {i for every in uses.values() for i, _, _ in every}
     if len(noted) != 1 or set(uses) != {block.name for block in tangent.blocks}:
         return None
     use = recording.noted[noted.pop()]
-    same = use.out is recording.shaped and use.out._version == use.versions[1] and not use.spread
-    fits = same and use.use.features == positions.axis
-    return use if fits and use.use.position_inputs((), 1) is not None else None
+    fits = not use.spread and use.use.features == positions.axis and use.use.position_inputs((), 1) is not None
+    find_output([use] if fits else [], recording.shaped, differentiable)
+    return use if use.is_output else None
 
 
 def by_position(

@@ -17,6 +17,11 @@ class FisherParts(NamedTuple):
     diagonal: Tensor
     vector: Tensor | None
 
+    def times(self, factors: Tensor) -> FisherParts:
+        """Returns the parts of `F Λ F` for F = diag(factors), per sample (B, 1) or output (B, C)."""
+        factors = factors.to(self.diagonal)
+        return FisherParts(self.diagonal * factors.square(), None if self.vector is None else self.vector * factors)
+
 
 class Cotangents(ABC):
     """R combinations of the outputs of each sample: a record has their gradients `uᵀJ`, one backward pass for each."""

@@ -104,7 +104,7 @@ class Record(Mapping[str, BlockJacobian]):
         layer = self._changed(_parts=None)[name]
         if not isinstance(layer, Outer) or not layer.is_output:
             raise outputs_moved_error(self.tangent, self.tangent.named_blocks[name].parameters[0])
-        return FisherSums(layer, *self._parts)
+        return FisherSums(layer, *(self._parts if layer.slopes is None else self._parts.times(layer.slopes)))
 
     def __getitem__(self, name: str) -> BlockJacobian:
         """Builds the Jacobian of one block. Patches are unfolded here and freed with the result."""
@@ -139,10 +139,7 @@ class Record(Mapping[str, BlockJacobian]):
         """Returns the record with its cotangents times factors per sample (B, 1) or output (B, C)."""
         if self._parts is None:
             return self._changed(_u=self.u * factors.to(self.u)[..., None])
-        diagonal, vector = self._parts
-        factors = factors.to(diagonal)
-        parts = FisherParts(diagonal * factors.square(), None if vector is None else vector * factors)
-        return self._changed(_parts=parts)
+        return self._changed(_parts=self._parts.times(factors))
 
     def weighted(self, weights: Tensor) -> Record:
         """Returns the record with Λ times weights (B, 1) or (B, C): cotangents times √w."""
@@ -249,6 +246,8 @@ class Record(Mapping[str, BlockJacobian]):
             if self._elsewhere and g is not None:
                 g = g.to(self.device)
             jacobian = use.jacobian(g, axis, self.samples, roles, self.dtype, limit)
+            if g is None and (slopes := self.noted[i].slopes) is not None:
+                jacobian.slopes = slopes.to(self.device, self.dtype)
             if block.matrix is None and not tied:
                 jacobian = _row_major(jacobian, block, use.matrix(), roles)
             jacobians.append(jacobian)

@@ -97,7 +97,8 @@ class Tangent:
             few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
             use = output_use(tangent, *tangent.traced(few))
             layout = replace(layout, rows_are_positions=use is not None)
-            tangent = replace(tangent, call=replace(call, layout=layout), outputs=layout.outputs)
+            plan = replace(tangent.plan, tail=use is not None and use.slopes is not None)
+            tangent = replace(tangent, call=replace(call, layout=layout), plan=plan, outputs=layout.outputs)
         if warn:
             tangent._warn_of_memory()
         return tangent if call.activation is None else tangent.of_logits(call.activation)

@@ -42,6 +42,7 @@ TERMS = {
     "factored and scaled": FactoredTerm(normal(4, 3, 5), normal(4, 5).abs()),
     "eigen": EigenTerm(torch.linalg.qr(normal(3, 3))[0], normal(4, 3).abs()),
     "diagonal": EigenTerm(None, normal(4, 3).abs()),
+    "stretched": EigenTerm(torch.linalg.qr(normal(3, 3))[0], normal(4, 3).abs()).stretched(normal(4, 3)),
     "dense": DenseTerm(normal(4, 3, 3) @ normal(4, 3, 3).mT),
     "multiplied out": FactoredTerm(normal(4, 3, 5), normal(4, 5).abs()).multiplied_out(),
     "one output": FactoredTerm(normal(1, 1, 2)),
@@ -63,6 +64,16 @@ class TestTerms:
         close(term.scaled(0.3).dense(), 0.3 * term.dense())
         close(term.marginals().scaled(0.3).variance(), 0.3 * term.variance())
         close(term.scaled(0.0).dense(), torch.zeros_like(term.dense()))
+
+    def test_stretched(self, term: Term) -> None:
+        factors = normal(*term.dense().shape[:2])
+        close(term.stretched(factors).dense(), factors[:, :, None] * term.dense() * factors[:, None])
+        close(term.stretched(factors[0]).variance(), factors[0].square() * term.variance())
+
+    def test_products_and_parts(self, term: Term) -> None:
+        vectors, chosen = normal(len(term.dense()), 2, term.dense().shape[-1]), torch.zeros(len(term.dense()), 1).long()
+        close(term.times(vectors), vectors @ term.dense())
+        close(term.selected(chosen).dense(), term.dense()[:, :1, :1])
 
     def test_rows(self, term: Term) -> None:
         close(term.with_rows(*(rows[:1] for rows in term.rows)).dense(), term.dense()[:1])
@@ -109,17 +120,21 @@ def test_factors_are_multiplied_out_if_they_are_wider_than_the_matrix() -> None:
         close(latent.centred_variance, whole.centred_variance)
 
 
-@pytest.mark.parametrize("term", ["multiplied out", "selected", "joined"])
+@pytest.mark.parametrize("term", ["multiplied out", "selected", "stretched", "joined"])
 def test_centred_variances_keep_their_digits_if_all_outputs_move_together(term: str) -> None:
     """In float32 a matrix with entries of 1e6 has an error of .1 in each, and centred variances here are about 1."""
     factor = torch.cat([1e3 * torch.ones(4, 3, 1, dtype=F64), normal(4, 3, 4)], -1)
     expected = FactoredTerm(factor).centred_variance()
     single = factor.float()
-    if term == "selected":
+    if term in ("selected", "stretched"):
         basis, scale = torch.linalg.qr(torch.cat([torch.ones(3, 1, dtype=F64), normal(3, 2)], 1))[0], torch.rand(4, 3)
         scale[:, 0] = 1e6
-        expected = EigenTerm(basis, scale.double()).centred_variance()
-        found = EigenTerm(basis.float(), scale).selected(torch.arange(3).expand(4, -1))
+        factor = 0.7 if term == "stretched" else 1.0
+        expected = EigenTerm(basis, scale.double()).centred_variance() * factor**2
+        every = EigenTerm(basis.float(), scale)
+        every = every.stretched(torch.full((4, 1), factor)) if term == "stretched" else every
+        found = every.selected(torch.arange(3).expand(4, -1))
+        torch.testing.assert_close(every.centred_variance().double(), expected, rtol=1e-3, atol=1e-6)
     elif term == "joined":
         (found,) = join_terms([(FactoredTerm(single[:2]),), (FactoredTerm(single[2:]).multiplied_out(),)])
     else:

@@ -77,7 +77,7 @@ def check_contractions(jacobian, rows: torch.Tensor, theirs, their_rows: torch.T
     factors = jacobian.weighted_factors([DiagonalWeights(w) for w in weights])
     assert (factors is None) == (not isinstance(jacobian, Outer))
     if factors is not None:
-        g = torch.eye(rows.shape[1]).to(rows) if factors[0] is None else factors[0]
+        g = jacobian.g if factors[0] is None else factors[0]
         for scale, gram in zip(factors[1], weighted, strict=True):
             close((g * scale.unsqueeze(1)) @ g.mT, gram)
     close(jacobian.squared_sum(), rows.square().sum((0, 1)))

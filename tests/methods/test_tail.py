@@ -1,0 +1,172 @@
+"""A last layer with a tail, such as a temperature, has the posterior that it has as an inner layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lapwing as lw
+from lapwing.network import tracing
+from lapwing.tangent import Tangent
+from tests.conformance import close, jacobian
+
+BATCHES, CLASSES = (4, 4, 3), 5
+
+
+class Tailed(nn.Module):
+    """A network whose outputs are a function of its last layer's output; `maps` have images as inputs and outputs."""
+
+    def __init__(self, tail, maps=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Conv2d(2, 4, 3, padding=1) if maps else nn.Linear(3, 6)
+        self.head = nn.Conv2d(4, CLASSES, 3, padding=1) if maps else nn.Linear(6, CLASSES)
+        self.tail = tail
+        self.double().eval()
+
+    def forward(self, x):
+        return self.tail(self.head(self.body(x).tanh()))
+
+
+TAILS = {
+    "temperature": lambda h: h / 1.7,
+    "temperatures": lambda h: h * torch.linspace(0.5, 2.0, CLASSES, dtype=h.dtype),
+    "in place": lambda h: h.mul_(0.7).add_(1.0),
+    "softcap": lambda h: 3 * torch.tanh(h / 3),
+    "softplus": F.softplus,
+    "exp": torch.exp,
+    "another shape": lambda h: h.flatten()[:, None].sigmoid().reshape(h.shape),
+    "another dtype": lambda h: h.float().double() * 2,
+}
+OTHER_STEPS = {
+    "log-softmax": lambda h: h.log_softmax(-1),
+    "gate": lambda h: h * h.sigmoid(),
+    "another order": lambda h: h.flip(1),
+    "mask": lambda h: h.masked_fill(h < -0.5, -torch.inf),
+}
+METHODS = {
+    "diagonal": lw.Diagonal(), "kfac": lw.KFAC(), "ekfac": lw.EKFAC(), "full": lw.Full(), "ella": lw.ELLA(rank=7),
+    "sampled": lw.SampledLLA(draws=3), "subset": lw.SubsetOfWeights(11),
+}  # fmt: skip
+
+
+def without_tails(monkeypatch):
+    """Makes lapwing treat a last layer with a tail like an inner layer."""
+    monkeypatch.setattr(tracing, "ENTRYWISE", frozenset())
+
+
+def data(maps=False, tokens=False):
+    torch.manual_seed(1)
+    shape = (2, 3, 4) if maps else (4, 3) if tokens else (3,)
+    places = (3, 4) if maps else (4,) if tokens else ()
+    x = torch.randn(sum(BATCHES), *shape, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (len(x), *places))
+
+
+def batches(x, y):
+    return list(zip(x.split(BATCHES), y.split(BATCHES), strict=True))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_rows_are_those_of_the_dense_jacobian(tail):
+    model, (x, _) = Tailed(TAILS[tail]), data()
+    tangent = Tangent.survey(model, x, lw.last_layer)
+    assert tangent.plan.tail
+    assert tangent.treats_output_alone
+    close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks), 1e-6 if "dtype" in tail else 1e-9)
+
+
+@pytest.mark.parametrize("step", OTHER_STEPS)
+def test_other_steps_are_no_tail(step):
+    model, (x, _) = Tailed(OTHER_STEPS[step]), data()
+    tangent = Tangent.survey(model, x, lw.last_layer, activation="softmax" if step == "mask" else None)
+    assert not tangent.plan.tail
+    assert not tangent.treats_output_alone
+    if step != "mask":  # the oracle has no rule for impossible classes
+        close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3), "poisson"], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_posterior_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch):
+    model, (x, y) = Tailed(TAILS["softcap"]), data()
+    loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
+
+    def fitted():
+        posterior = lw.fit(
+            model, loader, METHODS[method], params=lw.last_layer, likelihood=likelihood, prior_precision=0.5
+        )
+        assert posterior.tangent.treats_output_alone == bool(tracing.ENTRYWISE)
+        return posterior, posterior.latent(x, via=lw.Linearized())
+
+    posterior, latent = fitted()
+    without_tails(monkeypatch)
+    other, wanted = fitted()
+    tolerance = 1e-6 if method == "sampled" else 1e-9  # conjugate gradients stop at a residual
+    close(latent.covariance, wanted.covariance, tolerance)
+    close(latent.centred_variance, wanted.centred_variance, tolerance)
+    if method != "sampled":
+        assert posterior.log_marginal_likelihood() == pytest.approx(other.log_marginal_likelihood(), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["diagonal", "kfac", "full"])
+@pytest.mark.parametrize("tuned", ["evidence", "held out"])
+def test_tunings_read_the_slopes(method, tuned, monkeypatch):
+    model, (x, y) = Tailed(TAILS["temperatures"]), data()
+    options = {"tune": lw.Evidence()} if tuned == "evidence" else {"validation": (x, y)}
+    fit = lambda: lw.fit(model, batches(x, y), METHODS[method], params=lw.last_layer, **options)  # noqa: E731
+    mine = fit()
+    without_tails(monkeypatch)
+    other = fit()
+    assert mine.prior_precision == pytest.approx(other.prior_precision, rel=1e-6)
+    close(mine.predict(x).probs, other.predict(x).probs, 1e-6)
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["tokens", "maps"])
+@pytest.mark.parametrize("method", ["diagonal", "full"])
+def test_positions_are_rows_with_slopes(method, maps, monkeypatch):
+    model, (x, y) = Tailed(TAILS["softcap"], maps), data(maps, tokens=not maps)
+    y[0, 1] = -100
+    fit = lambda: lw.fit(model, batches(x, y), METHODS[method], params=lw.last_layer, prior_precision=0.5)  # noqa: E731
+    posterior = fit()
+    assert posterior.tangent.positions.rows_are_positions
+    assert posterior.tangent.plan.tail
+    prediction = posterior.predict(x)
+    without_tails(monkeypatch)
+    other = fit()
+    assert not other.tangent.positions.rows_are_positions
+    close(posterior.covariance.diagonal()["head"], other.covariance.diagonal()["head"])
+    close(prediction.probs, other.predict(x, via=lw.Linearized()).probs)
+
+
+def test_gradients_of_inputs_pass_through_the_slopes(monkeypatch):
+    model, (x, y) = Tailed(TAILS["softcap"]), data()
+    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
+
+    def gradient():
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(posterior.latent(leaf).variance.sum(), leaf)[0]
+
+    found = gradient()
+    without_tails(monkeypatch)
+    close(found, gradient())
+
+
+def test_a_saved_posterior_keeps_its_tail(tmp_path):
+    model, (x, y) = Tailed(TAILS["softcap"]), data()
+    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
+    posterior.save(tmp_path / "posterior.pt")
+    loaded = lw.load(tmp_path / "posterior.pt", model)
+    assert loaded.tangent.plan.tail
+    close(loaded.predict(x).probs, posterior.predict(x).probs)
+
+
+def test_a_thousand_classes_behind_a_temperature_need_one_pass():
+    model, (x, y), calls = Tailed(TAILS["temperature"]), data(), []
+    model.head = nn.Linear(6, 1003).double()
+    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, tune=None)
+    model.body.register_forward_hook(lambda _, inputs, out: calls.append(len(out)))
+    assert posterior.predict(x).probs.shape == (11, 1003)
+    assert calls == [11]
