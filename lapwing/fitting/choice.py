@@ -66,10 +66,10 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
 
 
 def default_fit(
-    data: FitData, survey: Callable[..., Tangent], count: Callable[[], int]
+    model: nn.Module, likelihood: Likelihood, survey: Callable[..., Tangent], count: Callable[[], int]
 ) -> tuple[Method | None, Tangent | None, str]:
     """Returns the method, the tangent of all trained weights, and the reason; None and None for the last layer."""
-    frozen, likelihood = _frozen_last_layer(data.model, survey), data.likelihood
+    frozen = _frozen_last_layer(model, survey)
     of_classes = f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
     if not frozen and likelihood.activation == "softmax":  # saves the survey of all weights
         return None, None, of_classes
@@ -104,20 +104,22 @@ def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tupl
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 
-def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples: int, warn: bool = True) -> Choice:
+def choose(
+    options: FitOptions, model: nn.Module, data: FitData, count: Callable[[], int], samples: int, warn: bool = True
+) -> Choice:
     """Chooses the method if the user named none, surveys the network, and checks that all parts go together.
 
     `count` returns n, or N if only this is known, and `samples` is n, or a lower bound if counting needs a pass. For a
     classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
     """
     survey = partial(
-        Tangent.survey, data.model, data.first.inputs, forward=options.forward, memory=options.memory,
+        Tangent.survey, model, data.first.inputs, forward=options.forward, memory=options.memory,
         targets=data.first.targets, activation=data.likelihood.activation,
     )  # fmt: skip
     method, params, tangent, reason = options.method, options.params, None, None
     by_default = method is params is None
     if by_default:
-        method, tangent, reason = default_fit(data, survey, count)
+        method, tangent, reason = default_fit(model, data.likelihood, survey, count)
     if tangent is None:
         if params is None:
             params = last_layer if method is None or method.treats_last_layer else everything

@@ -154,7 +154,7 @@ def _from_start(
     data = FitData.of(options, model, loader)
     prefixes = 0 if data.tune is None else data.tune.prefixes
     runner = Runner(data.training, prefixes, options.data_size, file)
-    choice = choose(options, data, runner.count, data.training.expected_size or data.first.count)
+    choice = choose(options, model, data, runner.count, data.training.expected_size or data.first.count)
     advice = advice_on_memory(choice.method, choice.sizes)
     if advice is not None:
         raise LapwingError(advice)
