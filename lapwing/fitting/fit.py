@@ -247,7 +247,7 @@ def _posteriors_of(
             stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
-        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
+        return fitted.at(prior.precision) if settled else fitted
 
     summary, factor = result.summary, result.data_factor
     assert summary is not None  # `Runner.run` sets it

@@ -183,5 +183,5 @@ def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
         chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
     chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim, temperature=temperature)
     if has_prior(chosen.covariance):
-        return chosen.at(chosen.prior.precision.new_tensor(precision), likelihood.noise_variance)
+        return chosen.at(chosen.prior.precision.new_tensor(precision))
     return chosen

@@ -75,10 +75,10 @@ def _with_noise(posterior: Posterior, likelihood: Likelihood) -> Posterior:
     moved = replace(posterior, likelihood=likelihood)
     if posterior.temperature != before or not has_prior(posterior.covariance):
         return moved
-    return replace(moved, temperature=after).at(posterior.prior.precision, None)
+    return replace(moved, temperature=after).at(posterior.prior.precision)
 
 
 def _times(posterior: Posterior, factor: float) -> Posterior:
     """Returns the posterior at `(δ/c, c τ)`, or at the δ that the user gave."""
     precision = posterior.prior.precision if posterior.prior.fixed else posterior.prior.precision / factor
-    return replace(posterior, temperature=posterior.temperature * factor).at(precision, posterior.noise_variance)
+    return replace(posterior, temperature=posterior.temperature * factor).at(precision)
