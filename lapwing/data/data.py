@@ -54,8 +54,6 @@ class Data:
         self.loader = as_loader(given, network, columns)
         self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
         self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
-        heads = type(given) is tuple and len(given) > 1 and batches.are_heads(given[-1])
-        self._keys = tuple(sorted(given[-1])) if heads else ()
 
     def __iter__(self) -> Iterator[Samples]:
         """Yields the batches. Raises if all sample weights are 0."""
@@ -148,7 +146,9 @@ class Data:
         """Raises if the targets are a dict with other keys than the heads of the likelihood."""
         wanted = getattr(likelihood, "keys", ())
         first = self.first if wanted and not ranks.several() else vars(self).get("first")  # read only if it is needed
-        found = self._keys or (first.heads if first else ())
+        if wanted and first is None and self._listed:  # of this process
+            first = self._listed[0]
+        found = first.heads if first else ()
         if found not in ((), wanted):
             raise _other_keys(found, wanted)
 
