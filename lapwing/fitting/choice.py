@@ -48,7 +48,7 @@ class Choice:
     sizes: FitShape  # of the surveyed network, the likelihood and the data
     prior: Prior
     reason: str | None  # why this is the default, and how to choose another; None if the user named the method
-    by_default: bool  # whether lapwing chose the method and the parameters
+    rule: str | None  # targets whose default method and weights these are; None if the user chose
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -139,7 +139,10 @@ def choose(
     precision, decay = options.prior_precision, options.weight_decay
     precision = precision if decay is None else (options.data_size or count()) * decay
     prior = Prior.read(tangent, precision, options.prior_mean)
-    return Choice(method, sizes, prior, reason, by_default)
+    rule = None
+    if by_default:
+        rule = "classes" if classifies(data.likelihood, tangent) else "targets that are not classes"
+    return Choice(method, sizes, prior, reason, rule)
 
 
 def log_default(choice: Choice) -> None:
@@ -150,7 +153,7 @@ def log_default(choice: Choice) -> None:
         "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
         "lw.plan(model, loader) shows more.", choice.reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
     )  # fmt: skip
-    if choice.by_default and not any(part.requires_grad for part in model.parameters()):
+    if choice.rule is not None and not any(part.requires_grad for part in model.parameters()):
         log.warning(
             "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
             "write params=lw.last_layer; for all weights write params=lw.matching('*').", type(model).__name__,

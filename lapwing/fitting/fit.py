@@ -30,7 +30,7 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
-from .choice import Choice, advice_on_memory, choose, classifies, log_default
+from .choice import Choice, advice_on_memory, choose, log_default
 from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -194,9 +194,7 @@ def _run_and_tune(
     stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
     result = runner.run(method, problem, stop)
     posterior, parts = _posteriors_of(runner, method, problem, result)
-    if choice.by_default:
-        rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
-        posterior = replace(posterior, method=replace(posterior.method, rule=rule))
+    posterior = replace(posterior, method=replace(posterior.method, rule=choice.rule))
     warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
