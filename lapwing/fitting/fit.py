@@ -233,13 +233,12 @@ def _posteriors_of(
     if result.precision is not None:
         prior = replace(prior, precision=result.precision, fixed=True)
 
-    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+    def posterior(covariance: Covariance, statistics: dict[str, Tensor], samples: int, factor: float) -> Posterior:
         given = likelihood if has_prior(covariance) else problem.likelihood
-        dispersed, temperature = likelihood.with_dispersion(dict(statistics)), problem.temperature
-        if temperature == 1 and has_prior(covariance):
-            temperature = dispersed.dispersion_temperature(dict(statistics))
+        dispersed, of_targets = likelihood.with_dispersion(statistics)
+        temperature = of_targets if problem.temperature == 1 and has_prior(covariance) else problem.temperature
         fitted = Posterior(
-            tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=dict(statistics),
+            tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=statistics,
             samples=samples, data_factor=factor, temperature=temperature,
             method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
             stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
