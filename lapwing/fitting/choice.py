@@ -133,15 +133,15 @@ def choose(
             method = Diagonal()
     elif warn:
         warn_of_idle(tangent.model, tangent.reasons)  # as a survey for a named method does
-    method = method or KFAC()
+    method, rule = method or KFAC(), None
+    if by_default:
+        rule = "classes" if classifies(data.likelihood, tangent) else "targets that are not classes"
     sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
     _check_fit(method, sizes, data, options.validation is not None)
     precision, decay = options.prior_precision, options.weight_decay
     precision = precision if decay is None else (options.data_size or count()) * decay
+    check_range("noise variance", data.likelihood.noise_variance, tangent.dtype)
     prior = Prior.read(tangent, precision, options.prior_mean)
-    rule = None
-    if by_default:
-        rule = "classes" if classifies(data.likelihood, tangent) else "targets that are not classes"
     return Choice(method, sizes, prior, reason, rule)
 
 
@@ -176,7 +176,6 @@ def _check_fit(method: Method, shape: FitShape, data: FitData, validation: bool)
         raise _tunes_itself(type(method).__name__)
     if tune is not None:
         tune.check(method, shape)
-    check_range("noise variance", likelihood.noise_variance, tangent.dtype)
     for part in likelihood.regressions.values():
         if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
             raise _noise_is_given(part, tune)
