@@ -187,7 +187,7 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 LINES = {
     "__init__": 91, "environment": 100, "errors": 155, "options": 202, "files": 200, "linalg": 522, "ranks": 205,
     "data": 1367, "jacobian": 2374, "network": 3363, "tangent": 1446, "covariance": 2690, "likelihoods": 5654,
-    "prediction": 5172, "methods": 4771, "running": 586, "posterior": 1933, "tuning": 4021, "fitting": 2684,
+    "prediction": 5172, "methods": 4771, "running": 586, "posterior": 1933, "tuning": 4020, "fitting": 2684,
     "deployment": 1028, "evaluation": 1739, "integrations": 1187, "display": 49, "cli": 227, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

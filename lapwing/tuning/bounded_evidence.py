@@ -100,10 +100,9 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        if has_prior(posterior.covariance) and not (posterior.prior.fixed and posterior.noise_fixed):
-            bounded = not posterior.prior.fixed
+        if has_prior(posterior.covariance) and not posterior.prior.fixed:
             posterior = at_maximum(posterior)
-            if bounded and posterior.noise_variance is None:
+            if posterior.noise_variance is None:
                 posterior = self._with_bounded_cost(posterior, training)
         return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
