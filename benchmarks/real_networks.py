@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.tuning.held_out import at_precision, sample_scores
+from lapwing.tuning.held_out import sample_scores
 from papers.common.data import batched, images, random_rows
 from papers.common.measure import timed
 from papers.common.networks import cifar_resnet20, mnist_cnn
@@ -38,7 +38,7 @@ METHODS: dict[str, tuple[lw.Method | None, Any]] = {
 
 def held_out_scores(posterior: lw.Posterior, precisions: list[Any], loader: Any) -> list[float]:
     """Returns the mean log likelihood of held-out data at scalar prior precisions."""
-    scores = sample_scores([posterior], lambda one: [at_precision(one, delta) for delta in precisions], loader)
+    scores = sample_scores([posterior], lambda one: [one.at(delta) for delta in precisions], loader)
     return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
 
 

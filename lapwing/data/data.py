@@ -54,25 +54,21 @@ class Data:
         self.loader = as_loader(given, network, columns)
         self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
         self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
-        heads = type(given) is tuple and len(given) > 1 and batches.are_heads(given[-1])
-        self._keys = tuple(sorted(given[-1])) if heads else ()
 
     def __iter__(self) -> Iterator[Samples]:
-        """Yields the batches. Raises if all sample weights are 0, or if a loader with a length shows more than N."""
+        """Yields the batches. Raises if all sample weights are 0."""
         most, start, total, keys = _unrepeated(self.loader) if ranks.several() else None, 0, 0.0, []
         if most is None and not length_hint(self.loader):
             most = self._data_size
-        parsed: Iterable[Samples] | None = () if most == 0 else self._listed
+        parsed: Iterable[Samples] | None = self._listed
         if parsed is None:  # parsed again in each iteration
             parsed = (Samples.of(batch, self.weighted) for batch in kept_batches(self.loader))
         try:
-            for samples in parsed:
+            for samples in parsed if most != 0 else ():
                 samples = replace(samples, start=start)
                 if most is not None and samples.count > most - start:
                     samples = samples.take(slice(0, most - start))
                 start += samples.count
-                if most is None and self._data_size is not None:
-                    check_data_size(self._data_size, start)
                 if samples.weights is not None:
                     total += float(samples.weights.sum())
                 if self.wants_keys:
@@ -116,21 +112,19 @@ class Data:
         batches.check_loader(loader, "A fit")
         if ranks.several():
             return self._first_of_ranks()
-        iterator = iter(loader)
         # with `persistent_workers` a DataLoader returns the same iterator, reset
-        if not isinstance(loader, DataLoader) and iter(loader) is iterator:
+        if not isinstance(loader, DataLoader) and iter(loader) is iter(loader):
             raise LapwingError(
                 f"The loader, of type {type(loader).__name__}, can be read only once, and every pass needs the same "
                 "data. Pass a DataLoader or a list of batches, not a generator."
             )
-        for batch in iterator:
-            if isinstance(loader, IterableDataset) and not _is_batch(batch):
-                break
-            samples = self._listed[0] if self._listed else Samples.of(batches.copied(batch), self.weighted)
-            if samples.count:
-                return samples
+        streams_samples = isinstance(loader, IterableDataset) and not all(map(_is_batch, islice(loader, 1)))
+        samples = None if streams_samples else next(iter(self), None)
+        if samples is None:
+            raise _no_batch(loader)
+        if not samples.count:
             raise LapwingError("The first batch of the loader has no samples. Check the dataset's length and filters.")
-        raise _no_batch(loader)
+        return samples
 
     def _first_of_ranks(self) -> Samples:
         """Returns the first batch of the first rank that has one; warns if this rank has the same."""
@@ -152,7 +146,9 @@ class Data:
         """Raises if the targets are a dict with other keys than the heads of the likelihood."""
         wanted = getattr(likelihood, "keys", ())
         first = self.first if wanted and not ranks.several() else vars(self).get("first")  # read only if it is needed
-        found = self._keys or (first.heads if first else ())
+        if wanted and first is None and self._listed:  # of this process
+            first = self._listed[0]
+        found = first.heads if first else ()
         if found not in ((), wanted):
             raise _other_keys(found, wanted)
 

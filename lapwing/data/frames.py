@@ -48,7 +48,7 @@ def as_loader(data: Any, network: Any, columns: Columns = ()) -> Any:
         raise _no_data(data)
     for part in data if type(data) is tuple else (data,):
         _check_no_numbers(part)
-    if type(data) is list:  # of batches
+    if type(data) is list or (type(data) is tuple and not _is_whole(data)):  # of batches
         arrays = any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data))))
         return [with_tensors(batch, network) for batch in data] if arrays else data
     if _is_map_style(data):
@@ -56,11 +56,7 @@ def as_loader(data: Any, network: Any, columns: Columns = ()) -> Any:
             raise LapwingError(f"The data set, of type {type(data).__name__}, has no samples. Check its filters.")
         generator, length = torch.Generator(), _even_length(len(data))  # a loader without one draws from the user's
         return DataLoader(data, length, collate_fn=partial(_collated, dtype=_dtype(network)), generator=generator)
-    if _is_whole(data):
-        return _cut(data, _dtype(network))
-    if type(data) in (list, tuple) and any(is_array(x) for x in pytree.tree_leaves(list(map(batches.tree, data)))):
-        return [with_tensors(batch, network) for batch in data]
-    return data
+    return _cut(data, _dtype(network)) if _is_whole(data) else data
 
 
 def _no_data(data: Any) -> LapwingError:
@@ -184,8 +180,6 @@ def _is_whole(data: Any) -> bool:
 def _cut(data: Any, dtype: torch.dtype | None) -> list[Any]:
     """Returns the batches of one data set. Their tensors are views of it."""
     data = _tensors(data, dtype)
-    if isinstance(data, tuple) and batches.are_heads(data[-1]):
-        data = (*data[:-1], batches.packed(data[-1]))
     inputs, targets, _ = batches.pair(data)
     count, joined = Inputs(inputs).samples, f" {batches.JOINED}" * any(Inputs(inputs).shared)
     if targets.ndim and count != len(targets):

@@ -48,7 +48,7 @@ class Choice:
     sizes: FitShape  # of the surveyed network, the likelihood and the data
     prior: Prior
     reason: str | None  # why this is the default, and how to choose another; None if the user named the method
-    by_default: bool  # whether lapwing chose the method and the parameters
+    rule: str | None  # targets whose default method and weights these are; None if the user chose
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
@@ -66,10 +66,10 @@ def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Me
 
 
 def default_fit(
-    data: FitData, survey: Callable[..., Tangent], count: Callable[[], int]
+    model: nn.Module, likelihood: Likelihood, survey: Callable[..., Tangent], count: Callable[[], int]
 ) -> tuple[Method | None, Tangent | None, str]:
     """Returns the method, the tangent of all trained weights, and the reason; None and None for the last layer."""
-    frozen, likelihood = _frozen_last_layer(data.model, survey), data.likelihood
+    frozen = _frozen_last_layer(model, survey)
     of_classes = f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
     if not frozen and likelihood.activation == "softmax":  # saves the survey of all weights
         return None, None, of_classes
@@ -104,20 +104,22 @@ def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tupl
     return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 
-def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples: int, warn: bool = True) -> Choice:
+def choose(
+    options: FitOptions, model: nn.Module, data: FitData, count: Callable[[], int], samples: int, warn: bool = True
+) -> Choice:
     """Chooses the method if the user named none, surveys the network, and checks that all parts go together.
 
     `count` returns n, or N if only this is known, and `samples` is n, or a lower bound if counting needs a pass. For a
     classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
     """
     survey = partial(
-        Tangent.survey, data.model, data.first.inputs, forward=options.forward, memory=options.memory,
+        Tangent.survey, model, data.first.inputs, forward=options.forward, memory=options.memory,
         targets=data.first.targets, activation=data.likelihood.activation,
     )  # fmt: skip
     method, params, tangent, reason = options.method, options.params, None, None
     by_default = method is params is None
     if by_default:
-        method, tangent, reason = default_fit(data, survey, count)
+        method, tangent, reason = default_fit(model, data.likelihood, survey, count)
     if tangent is None:
         if params is None:
             params = last_layer if method is None or method.treats_last_layer else everything
@@ -131,13 +133,16 @@ def choose(options: FitOptions, data: FitData, count: Callable[[], int], samples
             method = Diagonal()
     elif warn:
         warn_of_idle(tangent.model, tangent.reasons)  # as a survey for a named method does
-    method = method or KFAC()
+    method, rule = method or KFAC(), None
+    if by_default:
+        rule = "classes" if classifies(data.likelihood, tangent) else "targets that are not classes"
     sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
     _check_fit(method, sizes, data, options.validation is not None)
     precision, decay = options.prior_precision, options.weight_decay
     precision = precision if decay is None else (options.data_size or count()) * decay
+    check_range("noise variance", data.likelihood.noise_variance, tangent.dtype)
     prior = Prior.read(tangent, precision, options.prior_mean)
-    return Choice(method, sizes, prior, reason, by_default)
+    return Choice(method, sizes, prior, reason, rule)
 
 
 def log_default(choice: Choice) -> None:
@@ -148,7 +153,7 @@ def log_default(choice: Choice) -> None:
         "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "
         "lw.plan(model, loader) shows more.", choice.reason, f"{footprint.passes:,.0f}", f"{footprint.kept:,}",
     )  # fmt: skip
-    if choice.by_default and not any(part.requires_grad for part in model.parameters()):
+    if choice.rule is not None and not any(part.requires_grad for part in model.parameters()):
         log.warning(
             "All weights of %s are frozen, so lapwing treats only the last layer. To choose this without a warning "
             "write params=lw.last_layer; for all weights write params=lw.matching('*').", type(model).__name__,
@@ -171,7 +176,6 @@ def _check_fit(method: Method, shape: FitShape, data: FitData, validation: bool)
         raise _tunes_itself(type(method).__name__)
     if tune is not None:
         tune.check(method, shape)
-    check_range("noise variance", likelihood.noise_variance, tangent.dtype)
     for part in likelihood.regressions.values():
         if part.noise == "input" and not (part.needs_noise and tune is not None and tune.fits_noise):
             raise _noise_is_given(part, tune)

@@ -30,7 +30,7 @@ from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
-from .choice import Choice, advice_on_memory, choose, classifies, log_default
+from .choice import Choice, advice_on_memory, choose, log_default
 from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
@@ -154,7 +154,7 @@ def _from_start(
     data = FitData.of(options, model, loader)
     prefixes = 0 if data.tune is None else data.tune.prefixes
     runner = Runner(data.training, prefixes, options.data_size, file)
-    choice = choose(options, data, runner.count, data.training.expected_size or data.first.count)
+    choice = choose(options, model, data, runner.count, data.training.expected_size or data.first.count)
     advice = advice_on_memory(choice.method, choice.sizes)
     if advice is not None:
         raise LapwingError(advice)
@@ -194,9 +194,7 @@ def _run_and_tune(
     stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
     result = runner.run(method, problem, stop)
     posterior, parts = _posteriors_of(runner, method, problem, result)
-    if choice.by_default:
-        rule = "classes" if classifies(problem.likelihood, posterior.tangent) else "targets that are not classes"
-        posterior = replace(posterior, method=replace(posterior.method, rule=rule))
+    posterior = replace(posterior, method=replace(posterior.method, rule=choice.rule))
     warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
@@ -235,19 +233,18 @@ def _posteriors_of(
     if result.precision is not None:
         prior = replace(prior, precision=result.precision, fixed=True)
 
-    def posterior(covariance: Covariance, statistics: Mapping[str, Tensor], samples: int, factor: float) -> Posterior:
+    def posterior(covariance: Covariance, statistics: dict[str, Tensor], samples: int, factor: float) -> Posterior:
         given = likelihood if has_prior(covariance) else problem.likelihood
-        dispersed, temperature = likelihood.with_dispersion(dict(statistics)), problem.temperature
-        if temperature == 1 and has_prior(covariance):
-            temperature = dispersed.dispersion_temperature(dict(statistics))
+        dispersed, of_targets = likelihood.with_dispersion(statistics)
+        temperature = of_targets if problem.temperature == 1 and has_prior(covariance) else problem.temperature
         fitted = Posterior(
-            tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=dict(statistics),
+            tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=statistics,
             samples=samples, data_factor=factor, temperature=temperature,
             method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
             stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
-        return fitted.at(prior.precision, likelihood.noise_variance) if settled else fitted
+        return fitted.at(prior.precision) if settled else fitted
 
     summary, factor = result.summary, result.data_factor
     assert summary is not None  # `Runner.run` sets it

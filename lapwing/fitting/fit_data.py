@@ -37,7 +37,6 @@ class FitData:
     Over several processes `tune` has the held-out data of all processes on rank 0, and none on other ranks.
     """
 
-    model: Any  # the network, as the user passed it
     training: Data
     held_out: Data | None  # data of `validation=`, `lw.Validation` or `lw.EarlyStopping`
     first: Samples = field(repr=False)  # the first batch of the joined training data
@@ -60,7 +59,7 @@ class FitData:
         likelihood = inferred_likelihood(first.targets, training) if likelihood is None else resolve(likelihood)
         if held_out is not None:
             tune = replace(tune, loader=held_out.on_first_rank())
-        return cls(model, training, held_out, first, likelihood, tune)
+        return cls(training, held_out, first, likelihood, tune)
 
     def with_residuals(self, tangent: Tangent, keys: Iterable[Any]) -> Likelihood:
         """Returns the likelihood with the noise of heads, or ratios, by residuals of held-out or training data."""

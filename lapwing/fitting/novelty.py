@@ -18,8 +18,7 @@ from ..covariance import AnyLatent
 from ..data import batches
 from ..data.batches import Forward
 from ..data.data import Data
-from ..data.frames import as_inputs
-from ..data.inputs import Inputs, Samples, checked
+from ..data.inputs import Inputs, checked
 from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..likelihoods import Likelihood
@@ -28,6 +27,7 @@ from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
 from ..options import between, check_argument
 from ..posterior import Posterior
+from ..posterior.latents import input_batches
 from ..posterior.loading import check_same
 from ..prediction import Way
 from ..running.fingerprints import check_same_network, differences, fingerprint_of
@@ -134,11 +134,11 @@ class Novelty:
             raise LapwingError(
                 f"{changed} has changed since the fit. Write detector = lw.novelty(model, loader) again."
             )
-        x = as_inputs(x, self.model, () if self.posterior is None else self.posterior.columns)
         widest = max(size for tensor in self.tensors.values() for size in tensor.shape)
         length = max(1, min(self.tangent.chunk_length(1), self.tangent.memory // (64 * widest)))
         found, like = [], next(iter(self.tensors.values()))
-        for part in map(_inputs_of, x) if batches.is_loader(x) else [x]:
+        columns = () if self.posterior is None else self.posterior.columns
+        for part in input_batches(x, self.model, columns):
             inputs = Inputs.of(part, self.tangent.device)
             if inputs.samples:
                 novelty = like.new_empty(inputs.samples)
@@ -216,10 +216,6 @@ def _print_of(posterior: Posterior, via: Way | None) -> dict[str, Any]:
     covariance = [posterior.covariance.tensors(), posterior.covariance.extra()]
     parts = {"covariance": covariance, "likelihood": posterior.likelihood, "way": via or posterior.aim}
     return {name: fingerprint_of(part, functions=False) for name, part in parts.items()}
-
-
-def _inputs_of(batch: Any) -> Any:
-    return batch.inputs if isinstance(batch, Samples) else batches.inputs_of(batch)
 
 
 @entry("The detector", "Pass smaller batches.")

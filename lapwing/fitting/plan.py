@@ -152,7 +152,7 @@ def plan(
     runner, plans, errors = Runner(data.training), list[Plan](), list[LapwingError]()
     for one in methods:
         try:
-            planned = _planned(replace(options, method=one), data, runner, warn=not plans)
+            planned = _planned(replace(options, method=one), model, data, runner, warn=not plans)
             known = [(plan.method, plan.parameters) for plan in plans if every]  # the default is one of the methods
             plans += [planned] if (planned.method, planned.parameters) not in known else []
         except LapwingError as error:
@@ -163,14 +163,14 @@ def plan(
     return Plans(plans) if several else plans[0]
 
 
-def _planned(options: FitOptions, data: FitData, runner: Runner, warn: bool) -> Plan:
+def _planned(options: FitOptions, model: nn.Module, data: FitData, runner: Runner, warn: bool) -> Plan:
     """Returns the plan of a fit with these options; `warn` says whether its survey warns."""
 
     def count() -> int:
         """Returns n, or N if n is unknown."""
         return data.training.expected_size or options.data_size or runner.count()
 
-    choice = choose(options, data, count, count(), warn)
+    choice = choose(options, model, data, count, count(), warn)
     method, shape, tangent = choice.method, choice.sizes, choice.sizes.tangent
     rows = check_batch(tangent, data.likelihood, data.first)
     check_logits(data.likelihood, *rows, next(iter(tangent.parameters.values())).dtype)

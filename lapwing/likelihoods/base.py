@@ -200,13 +200,9 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns the numbers `E[exp(f)] > exp(E[f])` of a prediction, which a wide spread makes far too large."""
         return None
 
-    def with_dispersion(self, statistics: dict[str, Tensor]) -> Likelihood[P]:
-        """Returns the likelihood whose predictions vary as much as its statistics show: see `Poisson`."""
-        return self
-
-    def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
-        """Returns the factor of τ that the dispersion of targets asks for: 1, unless they vary more than p(y|f)."""
-        return 1.0
+    def with_dispersion(self, statistics: dict[str, Tensor]) -> tuple[Likelihood[P], float]:
+        """Returns the likelihood whose predictions vary as much as its statistics show, and its τ: see `Poisson`."""
+        return self, 1.0
 
     def of_statistics(self, statistics: dict[str, Tensor]) -> Likelihood[P]:
         """Returns the likelihood that computed these statistics: without noise ratios if these were tuned later."""

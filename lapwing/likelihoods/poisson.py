@@ -110,13 +110,15 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     def raised(self, prediction: CountPrediction) -> Tensor | None:
         return prediction.mean if self.dispersion is None else None
 
-    def with_dispersion(self, statistics: dict[str, Tensor]) -> Poisson:
+    def with_dispersion(self, statistics: dict[str, Tensor]) -> tuple[Poisson, float]:
         names = "excess", "excess_at_one", "excess_variance", "squared_excess"
         excess, at_one, variance, square = (float(statistics.get(name, 0.0)) for name in names)
         surely = excess > SURE * max(variance, square) ** 0.5 and self.dispersion is None  # one count shows nothing
-        return replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
+        dispersed = replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
+        return dispersed, dispersed.dispersion_temperature(statistics)
 
     def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
+        """Returns φ, the factor of τ."""
         if not self.alpha:
             return 1.0
         return 1.0 + self.alpha * float(statistics.get("squared_rates", 0.0) / statistics.get("rates", 1.0))

@@ -94,7 +94,7 @@ def with_data(
         statistics=summary.statistics,
         method=replace(posterior.method, first_samples=None, sample_weights=weighted),
     )  # fmt: skip
-    return whole.at(posterior.prior.precision, posterior.noise_variance)
+    return whole.at(posterior.prior.precision)
 
 
 @full_precision

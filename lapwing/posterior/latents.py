@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, Covariance, has_positions
 from ..data import batches
-from ..data.frames import as_inputs, with_tensors
-from ..data.inputs import Inputs
+from ..data.frames import Columns, as_inputs, with_tensors
+from ..data.inputs import Inputs, Samples
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
 from ..network.entry import outside_modes
@@ -49,7 +49,7 @@ def latents_of(
     if joint:
         raise LapwingError("A loader has no joint latent. Pass a tensor of all inputs.")
     with show_progress(progress), _explained(x):
-        return _joined((one(_inputs_of(batch, tangent)) for batch in tracked(x, "predictions")), x)
+        return _joined((one(_inputs_of(batch, tangent.model)) for batch in tracked(x, "predictions")), x)
 
 
 def _checked(posterior: Posterior, via: Way) -> Way:
@@ -85,12 +85,10 @@ def _joined(every: Iterable[tuple[AnyLatent, Tensor | None]], loader: Any) -> li
     return [(kind.concatenate(latents).with_checks(), None if features[0] is None else torch.cat(features))]
 
 
-def first_inputs(posterior: Posterior, x: Any) -> Inputs:
-    """Returns the values of a batch of inputs, or of the first batch of a loader, as tensors on the device."""
-    tangent = posterior.tangent
-    x = as_inputs(x, tangent.model, posterior.columns)
-    x = _inputs_of(next(iter(x)), tangent) if batches.is_loader(x) else x
-    return prepared(x, tangent.device).certain
+def input_batches(x: Any, network: Any, columns: Columns = ()) -> Iterator[Any]:
+    """Yields a batch of inputs as tensors, or the batches of a loader without their targets."""
+    x = as_inputs(x, network, columns)
+    yield from (_inputs_of(batch, network) for batch in x) if batches.is_loader(x) else [x]
 
 
 @contextlib.contextmanager
@@ -108,8 +106,10 @@ def _explained(x: Any) -> Iterator[None]:
         ) from error
 
 
-def _inputs_of(batch: Any, tangent: Tangent) -> Any:
-    return batch if isinstance(batch, Uncertain) else batches.inputs_of(with_tensors(batch, tangent.model))
+def _inputs_of(batch: Any, network: Any) -> Any:
+    if isinstance(batch, Samples):
+        return batch.inputs
+    return batch if isinstance(batch, Uncertain) else batches.inputs_of(with_tensors(batch, network))
 
 
 @outside_modes

@@ -165,11 +165,15 @@ class Posterior(Displayed, Generic[P]):
         return Scale(self.samples, self.samples * self.data_factor, self.temperature, self.noise_variance)
 
     @outside_modes
-    def at(self, precision: Tensor, noise_variance: float | None) -> Posterior[P]:
-        """Returns the posterior at another prior precision (n_blocks,) and noise variance, with the same curvature."""
-        likelihood = self.likelihood.with_noise_variance(noise_variance)
+    def at(self, precision: Tensor | float, noise_variance: float | None = None) -> Posterior[P]:
+        """Returns the posterior at another δ (n_blocks,), or one number for all blocks, with the same curvature.
+
+        None keeps the noise variance.
+        """
+        likelihood = self.likelihood if noise_variance is None else self.likelihood.with_noise_variance(noise_variance)
+        precision = precision if isinstance(precision, Tensor) else torch.full_like(self.prior.precision, precision)
         assert not likelihood.needs_noise  # σ² = None would count as 1
-        scale = replace(self.scale, noise_variance=noise_variance).of_curvature
+        scale = replace(self.scale, noise_variance=likelihood.noise_variance).of_curvature
         covariance = self._prior_covariance("prior precision").with_prior(precision, scale)
         return replace(
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)

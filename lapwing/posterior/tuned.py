@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from .. import ranks
 from ..covariance import has_prior, has_rank
 from ..data.data import Data, other_size
@@ -135,8 +137,8 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)
     best = posterior if ranks.rank() else retried(posterior.tangent, lambda: tune.tune(posterior, whole))
-    numbers = ("prior_precision", "likelihood", "samples", "temperature")
-    if all(getattr(best, name) == getattr(posterior, name) for name in numbers):
+    same = all(getattr(best, name) == getattr(posterior, name) for name in ("likelihood", "samples", "temperature"))
+    if same and torch.equal(best.prior.precision, posterior.prior.precision):
         return best  # the user gave what the tuning could choose
     return replace(best, method=replace(best.method, tuning=repr(tune)))
 
@@ -183,5 +185,5 @@ def _as_on_first(posterior: Posterior, parts: Sequence[Posterior]) -> Posterior:
         chosen = replace(chosen, covariance=chosen.covariance.with_rank(rank))
     chosen = replace(chosen, likelihood=likelihood, method=method, aim=aim, temperature=temperature)
     if has_prior(chosen.covariance):
-        return chosen.at(chosen.prior.precision.new_tensor(precision), likelihood.noise_variance)
+        return chosen.at(chosen.prior.precision.new_tensor(precision))
     return chosen

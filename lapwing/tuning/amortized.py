@@ -19,13 +19,12 @@ from ..covariance import Covariance, Latent, has_prior
 from ..covariance.terms import DenseTerm
 from ..data import batches
 from ..data.data import Data
-from ..data.frames import as_inputs
 from ..data.inputs import Inputs, checked
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
 from ..network.stamp import fingerprint
 from ..posterior import Posterior
-from ..posterior.latents import latent_of_batch
+from ..posterior.latents import input_batches, latent_of_batch
 from ..prediction import Linearized, Way
 from ..prediction.uncertain import prepared
 from ..tangent import Tangent
@@ -331,8 +330,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _batches(tangent: Tangent, x: Any) -> Iterator[Inputs]:
     """Yields the inputs of a batch or a loader, on the device."""
-    x = as_inputs(x, tangent.model)
-    for part in map(batches.inputs_of, x) if batches.is_loader(x) else [x]:
+    for part in input_batches(x, tangent.model):
         yield prepared(part, tangent.device).certain
 
 

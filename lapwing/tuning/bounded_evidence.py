@@ -11,7 +11,7 @@ from ..network.entry import outside_modes
 from ..options import at_least, option, positive
 from ..posterior import Posterior
 from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
-from .evidence import Evidence
+from .evidence import at_maximum
 from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import SOME_POSITIONS, spread_costs
 from .regression_width import inputs_read, with_left_out_width
@@ -100,10 +100,9 @@ class BoundedEvidence(Tuning):
         residual = posterior.likelihood.residual_variance(posterior.statistics)
         if residual is not None and not posterior.noise_fixed:
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        if has_prior(posterior.covariance) and not (posterior.prior.fixed and posterior.noise_fixed):
-            bounded = not posterior.prior.fixed
-            posterior = Evidence().tune(posterior)
-            if bounded and posterior.noise_variance is None:
+        if has_prior(posterior.covariance) and not posterior.prior.fixed:
+            posterior = at_maximum(posterior)
+            if posterior.noise_variance is None:
                 posterior = self._with_bounded_cost(posterior, training)
         return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
@@ -117,27 +116,26 @@ class BoundedEvidence(Tuning):
 
     def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most b."""
-        exponents = evenly(0.0, self.decades, self.points)
+        exponents, lowest = evenly(0.0, self.decades, self.points), posterior.prior.precision
         parts = list(evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior))
-        costs = spread_costs([_raised(posterior, exponent) for exponent in exponents], parts)
+        costs = spread_costs([posterior.at(lowest * 10**exponent) for exponent in exponents], parts)
         _warn_of_certainty(posterior)
         bound = cost_of_right_spread(posterior, parts) if self.nats is None else self.nats
         exponent = crossing(exponents, costs, bound)
         if exponent == 0:
             return posterior
-        raised = _raised(posterior, exponent)
-        lowest, chosen = float(posterior.prior.precision[0]), float(raised.prior.precision[0])
+        chosen = lowest * 10**exponent
         log.info(
             "The spread at the evidence's prior precision %.3g costs %.3g nats per training sample: raised to %.3g",
-            lowest, costs[0], chosen,
+            lowest[0], costs[0], chosen[0],
         )  # fmt: skip
         if exponent == exponents[-1]:
             log.warning(
                 "BoundedEvidence of %s reached the end of its range, prior precision %.0e, where the spread still "
                 "costs the training data %.1g nats per sample; BoundedEvidence(decades=%g) looks further.",
-                posterior.method, chosen, costs[-1], self.decades + 4,
+                posterior.method, chosen[0], costs[-1], self.decades + 4,
             )  # fmt: skip
-        return raised
+        return posterior.at(chosen)
 
 
 def _warn_of_certainty(posterior: Posterior) -> None:
@@ -161,8 +159,3 @@ def number_of_inputs(posterior: Posterior, samples: int) -> int:
     if not positions.rows_are_positions:  # each position needs its own backward passes
         count = min(count, samples // min(positions.count, SOME_POSITIONS))
     return max(min(8, samples), count)
-
-
-def _raised(posterior: Posterior, exponent: float) -> Posterior:
-    """Returns the posterior at 10^exponent times its prior precision."""
-    return posterior.at(posterior.prior.precision * 10**exponent, posterior.noise_variance)

@@ -64,7 +64,8 @@ class Evidence(Tuning):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        best, covariance = self._at_maximum(posterior), posterior.covariance
+        covariance = posterior.covariance
+        best = at_maximum(posterior, self.per_layer) if has_prior(covariance) else posterior
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):
@@ -73,26 +74,26 @@ class Evidence(Tuning):
         low, high = 0, covariance.rank  # the bound grows with the rank: bisect
         while high - low > 1:
             middle = (low + high) // 2
-            shorter = self._at_maximum(replace(posterior, covariance=covariance.with_rank(middle)))
+            shorter = at_maximum(replace(posterior, covariance=covariance.with_rank(middle)), self.per_layer)
             if _value(shorter) >= enough:
                 high, best = middle, shorter
             else:
                 low = middle
         return best
 
-    def _at_maximum(self, posterior: Posterior) -> Posterior:
-        if not has_prior(posterior.covariance):
-            return posterior
-        precision, noise = maximum(posterior, self.per_layer)
-        lowest, highest = _decades(noise)
-        ends = [] if posterior.prior.fixed else [round(math.log10(delta), 3) for delta in precision.tolist()]
-        if any(end <= lowest or end >= highest for end in ends):
-            log.warning(
-                "The evidence of %s has no maximum inside the searched range, prior precision %.0e to %.0e: it ends at "
-                "%.0e. Pass validation=held_out or prior_precision= to lw.fit.",
-                posterior.method, 10**lowest, 10**highest, 10 ** min(ends) if min(ends) <= lowest else 10 ** max(ends),
-            )  # fmt: skip
-        return posterior.at(precision, noise)
+
+def at_maximum(posterior: Posterior, per_layer: bool = False) -> Posterior:
+    """Returns the posterior at the `maximum` of its evidence; warns if δ ends at an end of the searched range."""
+    precision, noise = maximum(posterior, per_layer)
+    lowest, highest = _decades(noise)
+    ends = [] if posterior.prior.fixed else [round(math.log10(delta), 3) for delta in precision.tolist()]
+    if any(end <= lowest or end >= highest for end in ends):
+        log.warning(
+            "The evidence of %s has no maximum inside the searched range, prior precision %.0e to %.0e: it ends at "
+            "%.0e. Pass validation=held_out or prior_precision= to lw.fit.",
+            posterior.method, 10**lowest, 10**highest, 10 ** min(ends) if min(ends) <= lowest else 10 ** max(ends),
+        )  # fmt: skip
+    return posterior.at(precision, noise)
 
 
 def no_rank_error(option: str, value: Any, method: str) -> LapwingError:

@@ -326,14 +326,9 @@ def means_over_samples(
     return (totals / counts).tolist()
 
 
-def at_precision(posterior: Posterior, precision: float) -> Posterior:
-    """Returns the posterior at a scalar δ."""
-    return posterior.at(torch.full_like(posterior.prior.precision, precision), posterior.noise_variance)
-
-
 def at_exponents(exponents: Sequence[float]) -> Candidates:
     """Returns the candidates at scalar δ = 10^exponent, or only the posterior itself if there are no exponents."""
-    return lambda posterior: [at_precision(posterior, 10**exponent) for exponent in exponents] or [posterior]
+    return lambda posterior: [posterior.at(10**exponent) for exponent in exponents] or [posterior]
 
 
 def _contraction_groups(posteriors: Sequence[Posterior], candidates: Candidates) -> list[dict[Place, Posterior]]:

@@ -24,7 +24,7 @@ from ..options import Rule
 from ..posterior import Posterior
 from ..prediction.aim import DEFAULT_AIM, Aim
 from .evidence import no_rank_error
-from .held_out import at_exponents, at_precision, head_scores, no_batch_error, sample_scores, width_scores
+from .held_out import at_exponents, head_scores, no_batch_error, sample_scores, width_scores
 from .search import evenly
 
 log = logging.getLogger("lapwing")
@@ -112,7 +112,7 @@ def _best_point(
     trained: tuple[float, float] | None = None,
 ) -> Posterior:
     """Returns the posterior at the best δ, or σ² with `at_noise`, if there are exponents, at the best T or heads."""
-    moved = at_noise or (lambda posterior, exponent: at_precision(posterior, 10**exponent))
+    moved = at_noise or (lambda posterior, exponent: posterior.at(10**exponent))
 
     def candidates(posterior: Posterior) -> list[Posterior]:
         return [moved(posterior, exponent) for exponent in exponents] or [posterior]
@@ -241,7 +241,7 @@ def _best_width(
     elif at in (0, len(exponents) - 1):
         _warn_of_edge(best, exponents, row, at, exponent - factor)
     # 4. (δ, σ²) -> (δ/c, c σ²)
-    return best.at(torch.full_like(best.prior.precision, 10 ** (exponent - factor)), noise * 10**factor)
+    return best.at(10 ** (exponent - factor), noise * 10**factor)
 
 
 def _pulled(exponent: float, trained: tuple[float, float] | None, scores: Tensor) -> float:
@@ -315,7 +315,7 @@ def _sharpened(
     at = next(i for i, change in enumerate(changes) if change <= (FAINT if tolerance else 0.0))
     if changes[at] < PLATEAU and at > 0:  # at = 0 is the widest spread, which is not switched off
         _warn_of_no_spread(best)
-    return at_precision(best, 10 ** exponents[at])
+    return best.at(10 ** exponents[at])
 
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..covariance import has_prior, without_spread
 from ..data.data import Data
 from ..data.inputs import checked
-from ..likelihoods import Likelihood
 from ..linalg import doubled
 from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
@@ -69,16 +69,17 @@ def with_other_noise(posteriors: Sequence[Posterior], held_out: Data) -> list[Po
     return [*posteriors, *(_with_noise(one, found) for one in posteriors)]
 
 
-def _with_noise(posterior: Posterior, likelihood: Likelihood) -> Posterior:
+def _with_noise(posterior: Posterior, likelihood: Any) -> Posterior:
     """Returns the posterior with other noise, and with the temperature that belongs to it, unless the user gave one."""
-    before, after = (one.dispersion_temperature(posterior.statistics) for one in (posterior.likelihood, likelihood))
+    former: Any = posterior.likelihood
+    before, after = (one.dispersion_temperature(posterior.statistics) for one in (former, likelihood))
     moved = replace(posterior, likelihood=likelihood)
     if posterior.temperature != before or not has_prior(posterior.covariance):
         return moved
-    return replace(moved, temperature=after).at(posterior.prior.precision, None)
+    return replace(moved, temperature=after).at(posterior.prior.precision)
 
 
 def _times(posterior: Posterior, factor: float) -> Posterior:
     """Returns the posterior at `(δ/c, c τ)`, or at the δ that the user gave."""
     precision = posterior.prior.precision if posterior.prior.fixed else posterior.prior.precision / factor
-    return replace(posterior, temperature=posterior.temperature * factor).at(precision, posterior.noise_variance)
+    return replace(posterior, temperature=posterior.temperature * factor).at(precision)

@@ -80,14 +80,13 @@ class ResidualRows(NamedTuple):
         if not len(kept.weights):
             return self
         residuals, count = kept.residuals.nan_to_num(), len(kept.weights)
-        if int(_different(residuals)[1].sum()) < count:
-            features = kept.features[:, :: 1 + kept.features.shape[1] // SOME_FEATURES]
-            order, first = _different(torch.cat([features, residuals], 1))
-            copies, again = count - int(first.sum()), count - int(_different(features)[1].sum())
-            if copies and copies >= REPEATED * again:
-                total = torch.zeros(count - copies).to(kept.weights)
-                total = total.index_add(0, first.cumsum(0) - 1, kept.weights[order])
-                kept = kept.taken(order[first])._replace(weights=total)
+        features = kept.features[:, :: 1 + kept.features.shape[1] // SOME_FEATURES]
+        order, first = _different(torch.cat([features, residuals], 1))
+        copies, again = count - int(first.sum()), count - int(_different(features)[1].sum())
+        if copies and copies >= REPEATED * again:
+            total = torch.zeros(count - copies).to(kept.weights)
+            total = total.index_add(0, first.cumsum(0) - 1, kept.weights[order])
+            kept = kept.taken(order[first])._replace(weights=total)
         return kept._replace(weights=kept.weights / kept.weights.mean())
 
     def known(self) -> tuple[Tensor, Tensor]:

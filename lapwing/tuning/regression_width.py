@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..covariance import has_prior
@@ -65,8 +64,7 @@ def with_left_out_width(
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)
     # 3. v = mean_n J_n Σ J_nᵀ of this posterior at δ*, σ*², its width u at unseen inputs, and c = s/u
     keeps_prior = posterior.prior.fixed or not has_prior(posterior.covariance)
-    precision = torch.full_like(posterior.prior.precision, exact.precision)
-    noise = exact.noise_variance
+    precision, noise = exact.precision, exact.noise_variance
     start = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
     variance = means_over_samples([start], parts)[0]
     factor = width / exact.width_at_unseen_inputs(noise + variance)

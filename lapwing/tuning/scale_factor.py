@@ -20,8 +20,9 @@ from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
-from ..posterior.latents import first_inputs
+from ..posterior.latents import input_batches
 from ..prediction import Linearized, Scaled, Way
+from ..prediction.uncertain import prepared
 from ..tangent.features import features_at
 from .held_out_choice import RISING
 from .search import golden_section, pull
@@ -172,7 +173,8 @@ def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
         return doubled((latent.rows if has_positions(latent) else latent).variance)  # (n, C)
 
     wanted, tangent = variances(to), posterior.tangent
-    via = via.fitted(tangent, posterior.covariance, first_inputs(posterior, x))
+    first = next(input_batches(x, tangent.model, posterior.columns))
+    via = via.fitted(tangent, posterior.covariance, prepared(first, tangent.device).certain)
     found = variances(via)
     if wanted.shape != found.shape:
         raise LapwingError(

@@ -312,7 +312,7 @@ class EarlyStopping(_OnHeldOutData):
         """Returns the posterior of the first samples in the chosen form, for each rank."""
         part, every = part if part.noise_fixed else part.with_defaults(), whole.samples * whole.data_factor
         if self.form == "scaled" and part.prior.fixed and part.samples < every and part is not whole:
-            part = part.at(part.prior.precision * (part.samples / every), part.noise_variance)
+            part = part.at(part.prior.precision * (part.samples / every))
         return with_ranks(part, self.ranks)
 
     def falls(self) -> Callable[[Posterior, Posterior], bool] | None:

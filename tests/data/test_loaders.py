@@ -263,7 +263,7 @@ def test_a_stream_ends_after_data_size_and_a_loader_with_a_length_is_refused() -
     posterior = lw.fit(model, stream, lw.Diagonal(), data_size=18, prior_precision=1.0)
     assert (posterior.samples, posterior.data_factor) == (18, 1)
     too_few = lambda: lw.fit(model, Counted(Y, 100), lw.Diagonal(), data_size=18)  # noqa: E731
-    refused(too_few, "data_size=18 is below the 20 samples that the loader shows")
+    refused(too_few, "data_size=18 is below the 35 samples that the loader shows")
     assert lw.fit(model, Counted(Y, 100), lw.Diagonal(), data_size=70).data_factor == 2
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.prediction import Aim
-from lapwing.tuning.held_out import at_precision, sample_scores
+from lapwing.tuning.held_out import sample_scores
 from tests.trained import train
 
 DRAWS = lw.MonteCarlo(draws=8)
@@ -45,7 +45,7 @@ def test_scores_by_a_way_are_those_of_single_predictions(kind):
     held_out = [(x[:50], y[:50]), (x[50:], y[50:])]
     options = {"noises": (0.1, 0.4)} if kind == "gaussian" else {"temperatures": (0.0, 0.3)}
     scores = sample_scores(
-        [posterior], lambda one: [at_precision(one, delta) for delta in (1.0, 5.0)], held_out, aim=Aim(DRAWS), **options
+        [posterior], lambda one: [one.at(delta) for delta in (1.0, 5.0)], held_out, aim=Aim(DRAWS), **options
     )
     assert scores.shape == (1, 2, 2, 80)
     for i, delta in enumerate((1.0, 5.0)):

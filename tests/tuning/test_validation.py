@@ -13,7 +13,7 @@ import torch
 import lapwing as lw
 import lapwing.tuning.held_out_choice as choice
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
-from lapwing.tuning.held_out import at_precision, sample_scores, width_scores
+from lapwing.tuning.held_out import sample_scores, width_scores
 from lapwing.tuning.held_out_choice import WIDER, best_of, widest_of_equals
 from tests.conformance import covering
 from tests.data.test_loaders import fresh, refilling
@@ -37,7 +37,7 @@ def setup(name, method):
 
 def held_out_scores(posterior, precisions, held_out):
     """Mean log likelihoods at scalar prior precisions."""
-    scores = sample_scores([posterior], lambda one: [at_precision(one, delta) for delta in precisions], held_out)
+    scores = sample_scores([posterior], lambda one: [one.at(delta) for delta in precisions], held_out)
     return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
 
 
