@@ -216,13 +216,17 @@ def test_changes_after_known_calls_are_refused(change: str) -> None:
         posterior.predict(x)
 
 
-@pytest.mark.parametrize("kept", [torch.zeros(1), torch.zeros(2), 0.0])
-def test_an_equal_object_in_an_attribute_is_put_back(kept: Any) -> None:
+@pytest.mark.parametrize("kept", [torch.zeros(1), torch.zeros(2), 0.0, []], ids=str)
+def test_what_a_later_call_keeps_is_put_back(kept: Any) -> None:
+    """An object that the network replaces by an equal one, or a list to which it appends; the user adds it later."""
+
     class Keeping(Net):
         kept: Any = None
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.kept is not None:
+            if isinstance(self.kept, list):
+                self.kept.append(x)
+            elif self.kept is not None:
                 self.kept = torch.zeros(1)
             return super().forward(x)
 
@@ -234,6 +238,7 @@ def test_an_equal_object_in_an_attribute_is_put_back(kept: Any) -> None:
     for _ in range(3):
         posterior.predict(x)
         assert model.kept is kept
+    assert not isinstance(kept, list) or not kept
 
 
 def test_an_equal_object_that_the_user_sets_later_stays() -> None:
@@ -258,28 +263,6 @@ def test_a_fit_whose_data_switch_the_network_to_training_mode_raises() -> None:
     data = Switching([(x, torch.arange(6) % 3)])
     with pytest.raises(lw.LapwingError, match="training mode"):
         lw.fit(model, data, lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
-
-
-def test_what_a_later_call_keeps_is_put_back() -> None:
-    """A list that the user adds after known calls, to which the network appends."""
-
-    class Collecting(Net):
-        maps: list[Tensor] | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.trunk(x)
-            if self.maps is not None:
-                self.maps.append(h)
-            return self.head(h)
-
-    model = network(Collecting)
-    posterior, x = fitted(model)
-    for _ in range(3):
-        posterior.predict(x)
-    model.maps = []
-    for _ in range(3):
-        posterior.predict(x)
-    assert not model.maps
 
 
 def test_hooks_that_the_user_adds_later_count() -> None:
