@@ -95,6 +95,7 @@ def test_subspaces_have_ranks(method):
 X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
 MODEL, OTHER = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval() for _ in range(2))
 EMBEDDING = nn.Sequential(nn.Embedding(9, 3), nn.Flatten(1)).eval()
+HELD = (X + 1, Y)
 NOT_COUNTED, NAN = torch.full_like(Y, -100), torch.full_like(X, torch.nan)
 
 
@@ -197,6 +198,7 @@ REFUSED = {
         (lambda: lw.mixture(fitted()), POSTERIORS),
         (lambda: lw.mixture([fitted(), MODEL]), POSTERIORS),
         (lambda: lw.mixture(None), POSTERIORS),
+        (lambda: lw.mixture([fitted(), written()], (X, Y)), "after the fit"),
         (lambda: lw.mixture([]), POSTERIORS),
     ],
     "a detector": [
@@ -208,6 +210,24 @@ REFUSED = {
         (lambda: lw.novelty(MODEL, (X, Y))([]), "hold no samples"),
         (lambda: lw.novelty(MODEL, (X, Y))([(X[:0], Y[:0])]), "hold no samples"),
         (lambda: lw.deploy(fitted(), X, novelty=MODEL), r"novelty=lw\.novelty\(model, loader\)"),
+        (
+            lambda: lw.deploy(fitted(), X, lw.Linearized(), novelty=lw.novelty(OTHER, (X, Y))),
+            r"of another network, write novelty=lw\.novelty\(posterior\.model",
+        ),
+        (lambda: lw.novelty(MODEL, (X, Y), held_out=HELD, via=lw.Streamlined()), "the way of a posterior's doubt"),
+    ],
+    "a detector of a posterior": [
+        (lambda: lw.novelty(fitted(), (X, Y)), r"lw\.novelty\(posterior, loader, held_out="),
+        (lambda: lw.novelty(fitted(), (X, Y), held_out=(X, Y)), "100% of the held-out rows are training rows"),
+        (
+            lambda: lw.novelty(fitted(), (X, Y), held_out=(torch.cat([HELD[0], X[:1]]), torch.cat([Y, Y[:1]]))),
+            "10% of the held-out rows",
+        ),
+        (lambda: lw.novelty(fitted(), (X, Y), held_out=HELD).p_value(NAN), "NaN or infinite"),
+        (lambda: lw.novelty(fitted(), (X, Y), held_out=(NAN, Y)), "NaN or infinite"),
+        (lambda: lw.novelty(fitted(), (X, Y), held_out=[(X[:0], Y[:0])]), "hold no samples"),
+        (lambda: lw.novelty(fitted(), (X, Y), held_out=[]), "hold no samples"),
+        (lambda: lw.novelty(fitted(), (X, Y), held_out=X), "an iterable of"),
     ],
 }
 
