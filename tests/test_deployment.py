@@ -25,6 +25,7 @@ from tests.prediction.test_streamlined_networks import bert
 from tests.quick import others_slow
 from tests.refused import refused
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 SIZES = (1, 3, 7)
 
@@ -234,22 +235,13 @@ def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
     assert_same(onnx_outputs(path, x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
 
 
-class MaskedMean(nn.Module):
-    """The mean of embeddings where a mask is true."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(9, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.layer((self.table(tokens) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-
-
 def test_a_mask_that_multiplies_in_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     x = {"tokens": torch.randint(9, (5, 6)), "mask": torch.arange(6) < torch.arange(2, 7)[:, None]}
     data = [{**x, "labels": torch.arange(5) % 3}]
-    posterior = lw.fit(MaskedMean().eval(), data, lw.Diagonal(), params=lw.everything, prior_precision=30.0)
+    mean = lambda net, tokens, mask: (net.table(tokens) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)  # noqa: E731
+    model = Net(lambda net, **x: net.layer(mean(net, **x)), table=nn.Embedding(9, 4), layer=nn.Linear(4, 3)).eval()
+    posterior = lw.fit(model, data, lw.Diagonal(), params=lw.everything, prior_precision=30.0)
     predictor = lw.deploy(posterior, x)
     path = predictor.to_onnx(tmp_path / "network.onnx", x)
     assert_same(onnx_outputs(path, x), posterior, x, predictor.via, "prediction", 1e-5)
@@ -680,16 +672,10 @@ def test_its_dtype_stays() -> None:
 def test_two_tensors() -> None:
     case = ZOO["frozen_trunk"]
 
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.two(torch.tanh(self.one(a) + b))
-
     x = (case.inputs(5, 0).float(), torch.randn(5, 6))
-    posterior = lw.fit(Sum().eval(), [(*x, torch.arange(5) % 3)], lw.Diagonal(), prior_precision=30.0)
+    parts = {"one": nn.Linear(4, 6), "two": nn.Linear(6, 3)}
+    model = Net(lambda net, a, b: net.two(torch.tanh(net.one(a) + b)), **parts).eval()
+    posterior = lw.fit(model, [(*x, torch.arange(5) % 3)], lw.Diagonal(), prior_precision=30.0)
     predictor = lw.deploy(posterior, x)
     one = (x[0][:1], x[1][:1])
     assert_same(predictor(one), posterior, one, lw.Streamlined(), "prediction")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import lapwing as lw
 from tests.refused import refused
+from tests.zoo_modules import Net
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 ROWS = [{"pixels": x, "digit": y, "name": "a"} for x, y in zip(X, Y, strict=True)]
@@ -71,22 +72,14 @@ def test_a_fit_equals_the_fit_of_pairs(loader: Any, targets: Any) -> None:
 
 
 def test_several_keys_are_named_arguments_of_the_network_and_heads_of_joint() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.layer(a + b)
-
     loader = [{"a": x, "b": 2 * x, "kind": y % 2, "size": y.float()} for x, y in PAIRS]
     ((inputs, targets), *_) = lw.batches(loader, inputs=["a", "b"], targets=["kind", "size"])
     assert list(inputs) == ["a", "b"]
     assert list(targets) == ["kind", "size"]
     heads = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian(0.1)}, {"kind": slice(0, 2), "size": slice(2, 3)})
-    posterior = lw.fit(
-        Sum().eval(), lw.batches(loader, ["a", "b"], ["kind", "size"]), likelihood=heads, prior_precision=1.0
-    )
+    model = Net(lambda net, a, b: net.layer(a + b), layer=nn.Linear(4, 3)).eval()
+    picked = lw.batches(loader, ["a", "b"], ["kind", "size"])
+    posterior = lw.fit(model, picked, likelihood=heads, prior_precision=1.0)
     assert posterior.samples == 24
 
 

@@ -12,6 +12,7 @@ import lapwing as lw
 from lapwing.errors import LapwingError
 from lapwing.evaluation import sensitivity
 from tests.input_noise import with_input_noise
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 W = torch.tensor([[2.0, -1.0, 0.5, 0.1]], dtype=F64)
@@ -151,15 +152,8 @@ class TestRule:
         assert all(parameter.grad is None for parameter in model.parameters())
 
     def test_one_of_several_inputs(self):
-        class Two(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.table = nn.Linear(4, 1, bias=False), nn.Embedding(5, 1)
-
-            def forward(self, x, tokens):
-                return self.a(x) + self.table(tokens).mean(1)
-
-        model = Two().double().eval()
+        parts = {"a": nn.Linear(4, 1, bias=False), "table": nn.Embedding(5, 1)}
+        model = Net(lambda net, x, tokens: net.a(x) + net.table(tokens).mean(1), **parts).double().eval()
         model.a.weight.data.copy_(W)
         x, tokens = torch.randn(2, 4, dtype=F64), torch.randint(5, (2, 3))
         found = sensitivity(model, {"x": lw.Uncertain(x, 1e-6), "tokens": tokens}, likelihood=NOISE)

@@ -15,17 +15,13 @@ import lapwing as lw
 from lapwing.evaluation import metrics
 from lapwing.fitting.novelty import doubt
 from tests import oracle
+from tests.fitting.test_novelty import X, Y, network
+from tests.zoo_modules import Net
 
-SEED = torch.Generator().manual_seed(0)
-X, Y = torch.randn(90, 5, generator=SEED).double(), torch.arange(90) % 3
+SEED = torch.Generator().manual_seed(1)
 HELD = torch.randn(60, 5, generator=SEED).double(), torch.arange(60) % 3
 NEW = torch.cat([torch.randn(20, 5, generator=SEED), 4 * torch.randn(20, 5, generator=SEED)]).double()
 REAL = torch.randn(90, 2, generator=SEED).double()
-
-
-def network(outputs: int = 3) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, outputs)).double().eval()
 
 
 def classes(**options: Any) -> lw.Posterior:
@@ -173,23 +169,18 @@ def test_half_precision() -> None:
     assert (detector.p_value(NEW.bfloat16()) - exact.p_value(NEW)).abs().mean() < 0.1
 
 
-class Tokens(nn.Module):
+def mixed(net: Any, tokens: Tensor) -> Tensor:
     """Outputs (B, T, 3) of tokens (B, T)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.body, self.last = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x)
-        return self.last(self.body(h + h.mean(1, keepdim=True)).tanh())
+    h = net.embedding(tokens)
+    return net.last(net.body(h + h.mean(1, keepdim=True)).tanh())
 
 
 def test_outputs_with_positions_have_one_p_value_and_maps() -> None:
     generator = torch.Generator().manual_seed(3)
     x, held, new = (torch.randint(11, (n, 4), generator=generator) for n in (40, 30, 8))
-    posterior = lw.fit(Tokens().eval(), (x, x % 3), params=lw.last_layer, prior_precision=1.0)
+    torch.manual_seed(0)
+    model = Net(mixed, embedding=nn.Embedding(11, 6), body=nn.Linear(6, 6), last=nn.Linear(6, 3)).eval()
+    posterior = lw.fit(model, (x, x % 3), params=lw.last_layer, prior_precision=1.0)
     detector = lw.novelty(posterior, (x, x % 3), held_out=(held, held % 3))
     largest = posterior.predict(held).mutual_information().amax(1)
     scores = posterior.predict(new).mutual_information()
@@ -204,31 +195,6 @@ def test_outputs_with_positions_have_one_p_value_and_maps() -> None:
     for refused, given in ((detector, loader), (alone, new)):
         with pytest.raises(lw.LapwingError, match="needs the detector of a posterior and one batch"):
             refused.why(given, maps=True)
-
-
-REFUSED = {
-    "no held-out data": (lambda p: lw.novelty(p, (X, Y)), r"lw\.novelty\(posterior, loader, held_out="),
-    "training rows": (lambda p: lw.novelty(p, (X, Y), held_out=(X, Y)), "100% of the held-out rows are training rows"),
-    "some training rows": (
-        lambda p: lw.novelty(p, (X, Y), held_out=(torch.cat([HELD[0], X[:9]]), torch.cat([HELD[1], Y[:9]]))),
-        "13% of the held-out rows",
-    ),
-    "NaN": (lambda p: lw.novelty(p, (X, Y), held_out=HELD).p_value(NEW.where(NEW > -1, torch.nan)), "NaN or infinite"),
-    "held-out NaN": (
-        lambda p: lw.novelty(p, (X, Y), held_out=(HELD[0].where(HELD[0] > -1, torch.nan), HELD[1])),
-        "NaN or infinite",
-    ),
-    "no samples": (lambda p: lw.novelty(p, (X, Y), held_out=[(X[:0], Y[:0])]), "hold no samples"),
-    "no batches": (lambda p: lw.novelty(p, (X, Y), held_out=[]), "hold no samples"),
-    "no loader": (lambda p: lw.novelty(p, (X, Y), held_out=X), "an iterable of"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_refusals(kind: str) -> None:
-    call, message = REFUSED[kind]
-    with pytest.raises(lw.LapwingError, match=message):
-        call(classes())
 
 
 def test_a_few_training_rows_among_the_held_out_ones_pass() -> None:
@@ -258,21 +224,10 @@ def test_files_hold_the_held_out_scores_and_a_fingerprint_of_the_posterior(tmp_p
         lw.Novelty.load(path, posterior)
 
 
-class Sum(nn.Module):
-    """A network of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.inner(a + b)
-
-
 def test_several_inputs_and_frames() -> None:
     pandas = pytest.importorskip("pandas")
     expected = lw.novelty(classes(), (X, Y), held_out=HELD).p_value(NEW)
-    model = Sum().eval()
+    model = Net(lambda net, a, b: net.inner(a + b), inner=network()).eval()
     posterior = lw.fit(model, (X - 1, torch.ones_like(X), Y), prior_precision=1.0)
     detector = lw.novelty(
         posterior, (X - 1, torch.ones_like(X), Y), held_out=(HELD[0] - 1, torch.ones_like(HELD[0]), HELD[1])
@@ -310,11 +265,6 @@ def test_a_deployed_network_returns_the_p_value(outputs: Any) -> None:
     assert torch.equal(predictor(NEW)[-1], alone.p_value(NEW))
     with pytest.raises(lw.LapwingError, match="by another way or posterior"):
         lw.deploy(posterior.with_prior(9.0), X, outputs=outputs, novelty=detector)
-
-
-def test_a_network_without_a_posterior_has_no_way() -> None:
-    with pytest.raises(lw.LapwingError, match="the way of a posterior's doubt"):
-        lw.novelty(network(), (X, Y), held_out=HELD, via=lw.Streamlined())
 
 
 def test_rounded_doubts_of_a_last_layer_do_not_refuse_its_detector(monkeypatch: pytest.MonkeyPatch) -> None:

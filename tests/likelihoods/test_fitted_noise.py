@@ -23,6 +23,7 @@ from tests.pretended_device import Device
 from tests.refilling import Refilling
 from tests.refused import refused
 from tests.trained import train
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 
@@ -181,15 +182,9 @@ def test_features_are_the_inputs_of_the_last_treated_linear_layer(kind, params, 
 
 
 def test_features_are_the_outputs_if_no_linear_layer_is_treated():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift, self.slope = nn.Parameter(torch.zeros(1, dtype=F64)), nn.Parameter(torch.ones(3, dtype=F64))
-
-        def forward(self, x):
-            return (x * self.slope).sum(1, keepdim=True).sinh() + self.shift
-
-    model, (x, y) = Shifted().eval(), data(400, 1)
+    shifted = lambda net, x: (x * net.slope).sum(1, keepdim=True).sinh() + net.shift  # noqa: E731
+    shift, slope = nn.Parameter(torch.zeros(1, dtype=F64)), nn.Parameter(torch.ones(3, dtype=F64))
+    model, (x, y) = Net(shifted, shift=shift, slope=slope).eval(), data(400, 1)
     y = x.sum(1, keepdim=True).sinh() + (0.05 + 0.3 * (x.sum(1, keepdim=True) + 3)) * torch.randn(400, 1).double()
     posterior = lw.fit(model, (x, y), lw.Diagonal(), likelihood=lw.Gaussian(noise="input"), tune=lw.Validation((x, y)))
     noise = posterior.likelihood.input_noise

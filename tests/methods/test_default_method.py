@@ -278,13 +278,10 @@ def test_a_frozen_last_layer_is_treated_where_nothing_that_is_trained_reaches_th
 
 
 def test_the_default_for_all_weights_names_weights_that_the_outputs_do_not_depend_on(caplog):
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.last(self.first(x).tanh().detach())
-
-    lw.fit(Detached().eval(), (torch.randn(30, 4), torch.randn(30, 1)), prior_precision=1.0)
+    detached = lambda net, x: net.last(net.first(x).tanh().detach())  # noqa: E731
+    lw.fit(
+        Net(detached, first=nn.Linear(4, 8), last=nn.Linear(8, 1)).eval(),
+        (torch.randn(30, 4), torch.randn(30, 1)),
+        prior_precision=1.0,
+    )
     assert caplog.text.count("has no gradient on the first batch for 2 of the parameters to treat (first.weight") == 1

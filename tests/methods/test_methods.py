@@ -33,6 +33,7 @@ from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker
 from tests.network.test_untouched import untouched
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # on a pretended device
 
@@ -461,15 +462,9 @@ def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
 
 @pytest.mark.parametrize("method", [lw.KFAC, lw.EKFAC])
 def test_kronecker_factors_warn_if_most_weights_have_none(method, caplog):
-    class Peephole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Bilinear(4, 4, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.outer(torch.tanh(self.inner(x, x)))
-
-    model, data = Peephole().eval(), (torch.randn(20, 4), torch.arange(20) % 3)
+    together = lambda net, x: net.outer(torch.tanh(net.inner(x, x)))  # noqa: E731
+    model = Net(together, inner=nn.Bilinear(4, 4, 6), outer=nn.Linear(6, 3)).eval()
+    data = (torch.randn(20, 4), torch.arange(20) % 3)
     for params, options, warnings in (
         (lw.everything, {}, 1), (lw.everything, {"uncovered": "dense"}, 0), (lw.last_layer, {}, 0),
     ):  # fmt: skip

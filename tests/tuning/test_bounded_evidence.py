@@ -583,24 +583,13 @@ def test_many_positions_whose_number_varies(params, monkeypatch):
     assert tuned.noise_variance == pytest.approx(0.01, rel=0.25)
 
 
-class Memory(nn.Module):
-    """Looks the target of each training row up, which is the extreme of an overfitted network."""
-
-    def __init__(self, y):
-        super().__init__()
-        self.register_buffer("y", y.clone())
-        self.head = nn.Linear(1, 1)
-
-    def forward(self, x):
-        return self.head(self.y[(x[:, :1].round().long() % len(self.y))[:, 0]])
-
-
 def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of(caplog):
     torch.manual_seed(0)
     x = torch.cat([torch.arange(120.0)[:, None], torch.randn(120, 2), torch.ones(120, 1)], 1)  # the last is constant
     y = x[:, 1:2] + 0.3 * torch.randn(120, 1)
     with torch.no_grad():
-        model = Memory(y).eval()
+        recall = lambda net, x: net.head(y[(x[:, :1].round().long() % len(y))[:, 0]])  # noqa: E731
+        model = Net(recall, head=nn.Linear(1, 1)).eval()  # looks the target of each training row up
         model.head.weight.fill_(0.99), model.head.bias.zero_()
         linear = nn.Linear(4, 1).eval()
         linear.weight.copy_(torch.tensor([[0.0, 1.0, 0.0, 0.0]])), linear.bias.zero_()
@@ -612,7 +601,7 @@ def test_a_width_far_below_that_of_a_gaussian_process_on_the_inputs_is_warned_of
     caplog.clear()
     narrow = lw.fit(model, loader, tune=lw.BoundedEvidence())
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("Memory may have overfitted: its intervals have a variance of")
+    assert line.startswith("Net may have overfitted: its intervals have a variance of")
     assert "validation=held_out" in line
     assert "tune=lw.Refit()" in line
     table = x, y.double(), torch.ones_like(y)
@@ -908,42 +897,28 @@ def test_rounded_targets_make_no_copies_of_neighbours():
     assert leave_one_out(fitted, twice).width == pytest.approx(width, rel=0.1)  # copies are left out together
 
 
-class Keeping(nn.Module):
-    """A network that keeps a hidden layer with its graph, which `copy.deepcopy` refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.kept = nn.Linear(4, 8), nn.Linear(8, 1), None
-
-    def forward(self, x):
-        self.kept = torch.tanh(self.first(x))
-        return self.last(self.kept)
-
-
-class Forces(nn.Module):
-    """A network that takes a gradient in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+def keeping(net, x):
+    """Keeps a hidden layer with its graph, which `copy.deepcopy` refuses."""
+    net.kept = torch.tanh(net.first(x))
+    return net.last(net.kept)
 
 
 def test_a_network_that_cannot_be_copied_gets_the_default_without_a_copy():
     x, y = torch.randn(60, 4), torch.randn(60, 1)
-    model = Keeping().eval()
+    model = Net(keeping, first=nn.Linear(4, 8), last=nn.Linear(8, 1), kept=None).eval()
     model(x)
     assert torch.isfinite(lw.fit(model, (x, y)).predict(x).std).all()
-    with pytest.raises(lw.LapwingError, match=r"cannot copy Keeping: .* Let forward\(\) keep no tensors"):
+    with pytest.raises(lw.LapwingError, match=r"cannot copy Net: .* Let forward\(\) keep no tensors"):
         lw.fit(model, (x, y), tune=lw.Refit())
 
 
 def test_a_copy_that_takes_gradients_is_trained():
-    x = torch.randn(60, 4)
-    posterior = lw.fit(Forces().eval(), (x, torch.randn(60, 4)), tune=lw.Refit(steps=20))
+    def slopes(net, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net.energy(x).sum(), x, create_graph=True)[0]
+
+    x, energy = torch.randn(60, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    posterior = lw.fit(Net(slopes, energy=energy).eval(), (x, torch.randn(60, 4)), tune=lw.Refit(steps=20))
     assert torch.isfinite(posterior.predict(x).std).all()
 
 

@@ -10,6 +10,7 @@ import lapwing as lw
 from lapwing import tangent as tn
 from lapwing.tuning.held_out import PROBES, candidate_latents, sample_scores, spread_costs
 from tests.quick import others_slow
+from tests.zoo_modules import Net
 
 
 def flat():
@@ -22,18 +23,12 @@ def flat():
 def tied():
     """A language model whose head is its embedding: outputs with positions that take backward passes."""
 
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.hidden = nn.Embedding(5, 4), nn.Linear(4, 4)
-
-        def forward(self, tokens):
-            return torch.tanh(self.hidden(self.table(tokens))) @ self.table.weight.T
-
     tokens = torch.randint(5, (12, 6))
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
-    return Tied().double().eval(), list(zip(tokens.split(7), labels.split(7), strict=True))
+    together = lambda net, tokens: torch.tanh(net.hidden(net.table(tokens))) @ net.table.weight.T  # noqa: E731
+    model = Net(together, table=nn.Embedding(5, 4), hidden=nn.Linear(4, 4)).double().eval()
+    return model, list(zip(tokens.split(7), labels.split(7), strict=True))
 
 
 @pytest.mark.parametrize("make", others_slow([flat, tied], [flat]))

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
+from tests.zoo_modules import Net
 
 pandas = pytest.importorskip("pandas")
 
@@ -143,17 +144,10 @@ def test_held_out_data_leave_a_classifier_its_cheap_posterior():
 
 
 def test_held_out_data_and_checkpoints_with_a_sparse_matrix_that_all_samples_share(tmp_path):
-    class Mixing(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = torch.nn.Linear(37, 3)
-
-        def forward(self, x, matrix):
-            return self.head((matrix @ x.mT).mT)
-
     torch.manual_seed(0)
     x, y, matrix = torch.randn(60, 37), torch.arange(60) % 3, torch.eye(37).to_sparse()
     training, held_out = [((x[:37], matrix), y[:37])], [((x[37:], matrix), y[37:])]  # as many samples as rows
-    posterior = lw.fit(Mixing().eval(), training, validation=held_out, checkpoint=tmp_path / "fit")
+    model = Net(lambda net, x, matrix: net.head((matrix @ x.mT).mT), head=torch.nn.Linear(37, 3)).eval()
+    posterior = lw.fit(model, training, validation=held_out, checkpoint=tmp_path / "fit")
     assert posterior.samples == 37
     assert posterior.predict((x[:37], matrix)).probs.shape == (37, 3)
