@@ -216,7 +216,6 @@ def test_compiled(name: str) -> None:
 def test_scores_without_variance_in_onnx(labels: str, tmp_path: Path) -> None:
     """Without a bias, an input of zeros has the logits 0 with variance 0."""
     pytest.importorskip("onnxscript")
-    torch.manual_seed(0)
     x = torch.cat([torch.randn(20, 4), torch.zeros(1, 4)])
     layers = [nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)]
     targets = x.argmax(1) % 2 if labels == "classes" else x[:, :2] > 0
@@ -406,7 +405,6 @@ def test_the_default_has_the_level_of_predict(
 
 def test_outputs_of_other_units_have_their_own_levels(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
-    torch.manual_seed(0)
     x = torch.randn(80, 5)
     y = torch.stack([x[:, 0].sin() + 0.2 * torch.randn(80), 100 * x[:, 1] + 30 * torch.randn(80)], 1)
     model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
@@ -473,7 +471,6 @@ def test_a_posterior_without_spread_is_deployed() -> None:
 @pytest.mark.parametrize("network", ["convolutions", "linear"])
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_layers_without_a_chosen_weight(network: str, layer: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     if network == "linear":
         model, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2)), real(4)(12)
     else:

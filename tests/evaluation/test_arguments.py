@@ -106,7 +106,6 @@ def test_components_of_a_mixture(components: Any) -> None:
 
 
 def test_a_comparison_reads_weights_of_samples_and_leaves_them_out():
-    torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).eval()
     x, y, w = torch.randn(12, 3), torch.arange(12) % 2, torch.arange(12.0)
     posterior = lw.fit(model, [(x, y, w)], sample_weights=True, prior_precision=1.0)

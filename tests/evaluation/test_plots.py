@@ -45,7 +45,6 @@ def labelled(shape: tuple[int, ...], targets: Tensor, likelihood: Any = None, **
 
 
 def test_reliability_is_accuracy_against_confidence_in_bins() -> None:
-    torch.manual_seed(0)
     probs, labels = torch.randn(200, 3).double().softmax(1), torch.randint(3, (200,))
     ax = plots.reliability_diagram(probs, labels, bins=5)
     confidence, right = probs.amax(1).numpy(), (probs.argmax(1) == labels).numpy()
@@ -108,7 +107,6 @@ def test_predictions_and_arrays_of_classes_draw_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_yes_or_no_outputs_are_pooled_and_missing_answers_left_out(outputs: int) -> None:
-    torch.manual_seed(0)
     answers = (torch.rand(30, outputs) > 0.5).float()
     answers[4] = torch.nan
     prediction, _ = labelled((outputs,), answers, lw.Bernoulli(missing=True))
@@ -126,7 +124,6 @@ def test_yes_or_no_outputs_are_pooled_and_missing_answers_left_out(outputs: int)
 
 
 def test_the_legend_has_the_auroc_and_bars_sum_to_one() -> None:
-    torch.manual_seed(0)
     known, foreign = torch.rand(40) ** 9 + 1e-9, torch.rand(30).sqrt()
     expected = roc_auc_score([0] * 40 + [1] * 30, torch.cat([known, foreign]))
     ax = plots.ood_scores(known, foreign.numpy())
@@ -141,7 +138,6 @@ def test_the_legend_has_the_auroc_and_bars_sum_to_one() -> None:
 
 @pytest.mark.parametrize("score", ["mutual_information", "entropy", "confidence"])
 def test_scores_of_predictions_are_those_of_the_table(score: str) -> None:
-    torch.manual_seed(0)
     prediction, _ = labelled((4, 5), torch.arange(24).reshape(6, 4) % 5)
     values = prediction.mutual_information() if score == "mutual_information" else prediction.uncertainty(score)
     ax = plots.ood_scores(prediction, values.flatten() + 0.01, score=score)
@@ -180,7 +176,6 @@ def test_interval_calibration_is_the_share_inside_each_level() -> None:
 
 
 def test_scaled_residuals_have_the_root_mean_squares_of_ten_bins() -> None:
-    torch.manual_seed(0)
     mean, std = torch.ones(100).double(), torch.logspace(-1, 1, 100).double()
     y = mean + std * torch.randn(100).double()
     y[3] = torch.nan
@@ -198,7 +193,6 @@ def test_scaled_residuals_have_the_root_mean_squares_of_ten_bins() -> None:
 
 def test_scaled_residuals_of_a_student_t_are_the_normal_ones_of_the_same_probability() -> None:
     """So calibrated predictions with tails are in the band, and their squared residuals are not."""
-    torch.manual_seed(0)
     x, law = torch.randn(4000, 2).double(), torch.distributions.StudentT(3.0)
     likelihood = lw.StudentT(df=3.0, noise_variance=3.0)  # of law
     model = nn.Linear(2, 1).double().eval()
@@ -215,7 +209,6 @@ def test_scaled_residuals_of_a_student_t_are_the_normal_ones_of_the_same_probabi
 
 
 def test_bands_are_sorted_and_have_two_standard_deviations() -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(15, 1), torch.randn(15, 1)
     posterior = lw.fit(nn.Linear(1, 1).eval(), [(x, y)], lw.Full(), prior_precision=1.0)
     prediction = posterior.predict(x)
@@ -301,7 +294,6 @@ def test_what_cannot_be_drawn_is_refused(case: str) -> None:
 
 
 def test_a_table_draws_its_best_row_beside_the_first() -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(60, 4), torch.arange(60) % 3
     posterior = lw.fit(nn.Linear(4, 3).eval(), [(x, y)], prior_precision=1.0)
     foreign = {"wide": 5 * torch.randn(20, 4), "shifted": torch.randn(20, 4) + 3, "near": torch.randn(20, 4)}
@@ -328,7 +320,6 @@ def test_a_table_draws_its_best_row_beside_the_first() -> None:
 
 
 def test_a_table_of_regressions_draws_intervals_and_residuals() -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(60, 4), torch.randn(60, 1)
     posterior = lw.fit(nn.Linear(4, 1).eval(), [(x, y)], prior_precision=1.0)
     intervals, scaled = lw.compare({"Full": posterior}, [(x, y)], repeats=1).plot().axes

@@ -122,7 +122,6 @@ def test_a_report_of_a_regression(tables: dict[str, Comparison], tmp_path: Path)
 
 
 def test_a_detector_belongs_to_no_row(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(200, 4), torch.arange(200) % 3
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
     fit = lw.fit(model, (x[:60], y[:60]), lw.KFAC(), prior_precision=1.0)
@@ -137,7 +136,6 @@ def test_a_detector_belongs_to_no_row(tmp_path: Path) -> None:
 
 def test_the_intervals_of_a_report_have_the_tails_of_the_predictions() -> None:
     """Normal intervals with the standard deviations of a Student t are too wide at most levels."""
-    torch.manual_seed(0)
     x, line = torch.randn(2000, 2), nn.Linear(2, 1).eval()
     y = line(x).detach() + torch.distributions.StudentT(3.0).sample((2000, 1))
     student = lw.fit(line, (x[:200], y[:200]), likelihood=lw.StudentT(df=3.0, noise_variance=3.0), prior_precision=1.0)

@@ -69,7 +69,6 @@ def test_of_arguments(method, options, message):
 
 
 def test_of_maps_and_of_a_posterior_over_other_weights():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
     maps = [(torch.randn(3, 2, 5, 5), torch.randint(3, (3, 5, 5)))]
     assert "have positions" in refused(model, maps, lw.Full("dual"))

@@ -211,7 +211,6 @@ def test_noise_variance_is_the_mean_squared_residual():
 @pytest.mark.parametrize("labels", [True, False])
 def test_held_out_data_tune_a_posterior_that_no_fit_made(labels):
     """The lines of the docstrings. Logits 20 times too large, and residuals 20 times the trained ones."""
-    torch.manual_seed(0)
     x, model = torch.randn(300, 3), nn.Linear(3, 2).eval()
     with torch.no_grad():
         y = (
@@ -330,7 +329,6 @@ def test_snapshots_of_another_network():
 
 
 def test_a_sample_weight_counts_samples() -> None:
-    torch.manual_seed(0)
     model, x, y = nn.Linear(3, 1).double(), torch.randn(6, 3).double(), torch.randn(6, 1).double()
     collector = lw.SWAG.collector(model, rank=2)
     for _ in range(3):

@@ -111,7 +111,6 @@ def rows_of(model: nn.Module, r: Tensor) -> Tensor:
 
 
 def test_a_fit_to_energies_and_forces_with_a_noise_for_each():
-    torch.manual_seed(0)
     r, model = structures(12), Net(with_forces, energies=pairs()).eval()
     y = model(r).detach() + 0.1 * torch.randn(12, 13).double()
     noise = torch.tensor([0.01] + 12 * [0.04]).double()

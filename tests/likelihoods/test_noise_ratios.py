@@ -60,7 +60,6 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
 
 
 def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
     x, y, noise = torch.randn(9, 3).double(), torch.randn(9, 3).double(), torch.tensor([0.1, 0.5, 2.0]).double()
     for missing in (False, True):
@@ -188,7 +187,6 @@ def test_which_residuals_show_other_noise(parts, wanted):
 
 
 def test_positions_have_the_ratios_of_their_outputs():
-    torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double().eval(), torch.randn(30, 5, 3, dtype=F64)
     y = model(x).detach() + torch.tensor([0.1, 5.0]) * torch.randn(30, 5, 2, dtype=F64)
     for options in ({}, {"validation": (x, y)}):

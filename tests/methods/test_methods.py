@@ -398,7 +398,6 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     No samples: one of zeros, which shows the bias alone.
     """
     monkeypatch.setattr(structures, "MIN_SAVED_COLUMNS", 0)
-    torch.manual_seed(0)
     trunk = [] if params is lw.last_layer else [nn.Linear(20, 4), nn.Tanh()]
     net = nn.Sequential(*trunk, nn.Linear(4 if trunk else 20, 3)).double().eval()
     x = torch.randn(max(samples, 1), 20).double() * (samples > 0)
@@ -437,7 +436,6 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 
 def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
     """A weak prior gives all logits together a huge variance, which must not leak into those that a softmax sees."""
-    torch.manual_seed(0)
     head, x = nn.Linear(32, 4).eval(), torch.randn(2000, 32).relu()
     x[:, :12], x[:, 20:] = 0, 0.01 * x[:, 20:]
     with torch.no_grad():
@@ -453,7 +451,6 @@ def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last layer", "all layers"])
 def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
     """Λ maps the ones to 0: in float32 rounding would give the last layer's Γ a smallest eigenvalue of 1e-7."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     data = [(torch.randn(40, 4), torch.arange(40) % 3)]
     factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"]

@@ -119,7 +119,6 @@ def test_inputs_in_containers(how: str, watched: list[str]) -> None:
         def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
             return super().forward(x if other is None else x * other)
 
-    torch.manual_seed(0)
     model, x = network(Pairs), torch.randn(6, 4).double()
     inputs: Any = {"x": x, "other": x} if how == "dict" else (x, x)
     forward = (lambda net, pair: net(*pair)) if how == "forward" else None
@@ -479,7 +478,6 @@ def test_pixels_of_a_head_are_known_too(watched: list[str]) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.trunk(x))
 
-    torch.manual_seed(0)
     model, x = network(Maps), torch.randn(4, 2, 5, 5).double()
     y = torch.randint(3, (4, 5, 5))
     posterior = lw.fit(model, [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)

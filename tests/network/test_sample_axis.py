@@ -283,7 +283,6 @@ def cast(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", [None, lw.KFAC()], ids=str)
 def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, tmp_path: Any) -> None:
-    torch.manual_seed(0)
     model, x = Net(cast, a=nn.Linear(4, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)).double().eval(), normal(8, 4)
     loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3))]
     posterior = lw.fit(model, loader, *([method] if method else []), prior_precision=1.0)
@@ -297,7 +296,6 @@ def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, t
 
 
 def test_half_precision_is_no_false_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
     model, x = nn.Sequential(*layers, nn.Linear(8, 3)), normal(64, 8).float()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -326,7 +324,6 @@ def twice(net: Any, x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "frozen layer", "frozen head"])
 def test_edges_of_samples_taken_one_by_one(together: Callable[..., Tensor], outputs: int, case: str) -> None:
     """Many outputs, a module called twice, half precision and frozen layers: the rows are those of samples alone."""
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float64
     model = two_layers(together, outputs).to(dtype).eval()
     if "frozen" in case:

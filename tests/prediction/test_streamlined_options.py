@@ -178,7 +178,6 @@ def branch():
 
 
 def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
-    torch.manual_seed(0)
     blocks = [branch() for _ in range(3)]
     with torch.no_grad():
         for block in blocks:  # branches that point along the shortcut, as identity-like blocks do
@@ -203,7 +202,6 @@ def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_variances_that_overflow_are_refused(covariance):
     """The posterior is so wide that the products of ten layers overflow float32."""
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)]).eval()
     x = torch.randn(4, 8)
     posterior = lw.fit(model, [(x, x)], lw.Diagonal(), likelihood=lw.Gaussian(1e9), prior_precision=1e-6)

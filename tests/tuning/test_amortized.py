@@ -150,7 +150,6 @@ def test_the_way_and_its_deployed_network_are_copied_by_pickle() -> None:
 
 
 def test_noise_by_the_inputs_is_deployed_too() -> None:
-    torch.manual_seed(0)
     x = inputs(500, 1)
     y = x[:, :1] + x[:, 1:2].exp() * inputs(500, 2)[:, :1]
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).eval()

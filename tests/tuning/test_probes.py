@@ -33,7 +33,6 @@ def tied():
 
 @pytest.mark.parametrize("make", others_slow([flat, tied], [flat]))
 def test_many_probes_give_the_exact_scores(make, monkeypatch):
-    torch.manual_seed(0)
     model, data = make()
     posterior = lw.fit(model, data, lw.KFAC(), prior_precision=0.5)
     candidates = [posterior.with_prior(precision) for precision in (0.1, 1.0, 10.0)]
@@ -51,7 +50,6 @@ def test_many_probes_give_the_exact_scores(make, monkeypatch):
 
 def test_covariances_of_many_outputs_are_exact(monkeypatch):
     """`Validation(calibration="matrix")` reads them."""
-    torch.manual_seed(0)
     model, data = flat()
     posterior = lw.fit(model, data, lw.KFAC(), prior_precision=0.5)
     monkeypatch.setattr("lapwing.tuning.held_out.EXACT_OUTPUTS", 4)
@@ -61,7 +59,6 @@ def test_covariances_of_many_outputs_are_exact(monkeypatch):
 
 
 def test_links_of_each_output_are_scored_exactly(monkeypatch):
-    torch.manual_seed(0)
     model, ((x, _), _) = flat()
     posterior = lw.fit(model, [(x, torch.rand(20, 5) > 0.5)], lw.KFAC(), params=lw.everything, prior_precision=0.5)
     head = lw.fit(model, [(x, torch.arange(20) % 5)], lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
@@ -74,7 +71,6 @@ def test_links_of_each_output_are_scored_exactly(monkeypatch):
 
 def test_outputs_of_all_positions_count_as_in_the_fit(monkeypatch):
     """5 outputs at each of 6 positions are more than 20: then each position takes 4 backward passes, not 5."""
-    torch.manual_seed(0)
     model, data = tied()
     posterior = lw.fit(model, data, lw.KFAC(), prior_precision=0.5)
     columns, plain = [], tn.record.output_gradients
@@ -91,7 +87,6 @@ def test_outputs_of_all_positions_count_as_in_the_fit(monkeypatch):
 
 def test_random_combinations_differ_between_samples():
     """`(u·v)²` of a direction v is far from its mean in 4 combinations; close to it in 4 for each of 1 000 samples."""
-    torch.manual_seed(0)
     v = torch.randn(50)
     u = tn.RandomCotangents(50, PROBES)(torch.zeros(1000, 50))
     estimates = torch.einsum("ncr,c->nr", u, v).square()

@@ -188,7 +188,6 @@ def test_the_bound_of_a_linearised_gaussian_has_a_closed_form(method, prior, tem
 
 def test_the_bound_counts_sample_weights():
     """For exact curvature the factor is 1, whatever the weights."""
-    torch.manual_seed(0)
     x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     data = [(x, y, torch.arange(40.0, dtype=torch.float64) % 4)]
     model, likelihood = torch.nn.Linear(3, 2).double().eval(), lw.Gaussian(0.5)
