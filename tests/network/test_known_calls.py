@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 import lapwing as lw
 from lapwing.network.tracing import Recorder
 from tests.conformance import jacobian
+from tests.posterior.test_lifecycle import in_threads
 
 
 class Net(nn.Module):
@@ -340,22 +341,8 @@ def test_other_threads_run_the_network_meanwhile(watched: list[str]) -> None:
     handle.remove()
     assert all(torch.equal(out.detach(), wanted) for out in outputs)
     assert all(out.grad_fn is not None for out in outputs)
-    errors: list[BaseException] = []
-
-    def predict(n: int) -> None:
-        try:
-            for _ in range(5):
-                assert torch.equal(posterior.latent(x[:n]).mean, wanted[:n])
-        except BaseException as error:
-            errors.append(error)
-
-    wanted = torch.cat([posterior.latent(x[:6]).mean])
-    threads = [threading.Thread(target=predict, args=(6,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    wanted = posterior.latent(x).mean
+    in_threads(lambda _: torch.testing.assert_close(posterior.latent(x).mean, wanted, rtol=0, atol=0), 5)
 
 
 class Functional(Net):
