@@ -165,8 +165,7 @@ def test_an_onnx_file_appears_when_it_is_complete(tmp_path: Path, monkeypatch: p
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
     monkeypatch.setattr("torch.onnx.export", lambda *_, **__: pytest.fail("it exports before it looks at the path"))
-    with pytest.raises(lw.LapwingError, match="Create its folder"):
-        predictor.to_onnx(tmp_path / "missing" / "network.onnx", x)
+    refused(lambda: predictor.to_onnx(tmp_path / "missing" / "network.onnx", x), "Create its folder")
 
 
 ONNX = [
@@ -593,8 +592,7 @@ def test_heads_with_the_doubt_of_their_posterior() -> None:
     detector = lw.novelty(posterior, (x, y), held_out=held_out, via=lw.deploy(posterior, x).via)
     predictor = lw.deploy(posterior, x, novelty=detector)
     assert torch.equal(predictor(x)[-1], detector.p_value(x))
-    with pytest.raises(lw.LapwingError, match="is for labels"):
-        lw.deploy(posterior, x, outputs="scores")
+    refused(lambda: lw.deploy(posterior, x, outputs="scores"), "is for labels")
 
 
 def test_a_student_t_of_given_tails_is_deployed() -> None:
