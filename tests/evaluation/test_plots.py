@@ -259,37 +259,6 @@ def test_bars_are_mean_sensitivities_with_quartiles() -> None:
     np.testing.assert_allclose([line[:, 0] for line in ax.collections[0].get_segments()], [(0.3, 0.5), (0.7, 0.95)])
 
 
-X, Y, P = torch.rand(6), torch.arange(6) % 3, torch.full((6, 3), 1 / 3)
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "logits": (lambda: plots.reliability_diagram(torch.randn(6, 3), Y), r"Pass logits.softmax\(1\)"),
-    "labels of other length": (lambda: plots.reliability_diagram(P, Y[:5]), r"labels of shape \(6,\)"),
-    "yes of other length": (lambda: plots.reliability_diagram(X, Y[:5]), "needs"),
-    "all ignored": (lambda: plots.reliability_diagram(P, torch.full((6,), -100)), "N > 0"),
-    "half a label": (lambda: plots.risk_coverage(X, X), "labels.long()"),
-    "bins": (lambda: plots.reliability_diagram(P, Y, bins=0), "bins=10"),
-    "regression": (lambda: plots.reliability_diagram(*regression()), "interval_calibration"),
-    "a text": (lambda: plots.risk_coverage("x", Y), "probs is 'x'"),
-    "scores with NaN": (lambda: plots.ood_scores(X * torch.nan, X), "finite"),
-    "no scores": (lambda: plots.ood_scores(X[:0], X), r"scores_in \(0,\)"),
-    "classes": (lambda: plots.interval_calibration(CASES["classes"]()[0], Y), "Pass posterior.predict"),
-    "std of 0": (lambda: plots.interval_calibration((X, 0 * X), X), "std > 0"),
-    "y of other length": (lambda: plots.scaled_residuals((X, X + 1), X[:5]), "Pass posterior.predict"),
-    "all NaN": (lambda: plots.scaled_residuals((X, X + 1), X * torch.nan), "Pass posterior.predict"),
-    "several outputs": (lambda: plots.bands(torch.rand(40), regression()[0]), "one output"),
-    "an array": (lambda: plots.bands(X, X), "one output"),
-    "a volume": (lambda: plots.uncertainty_map(torch.rand(2, 3, 3)), "of one image"),
-    "another image": (lambda: plots.uncertainty_map(torch.rand(3, 3), torch.rand(3, 4)), "of one image"),
-    "names": (lambda: plots.sensitivity_bars(P, ["a", "b"]), "Pass one for each column"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_drawn_is_refused(case: str) -> None:
-    draw, words = REFUSED[case]
-    with pytest.raises(lw.LapwingError, match=words):
-        draw()
-
-
 # ---- the pictures of a comparison
 
 
@@ -315,7 +284,6 @@ def test_a_table_draws_its_best_row_beside_the_first() -> None:
     assert not empty.axison
     titles = [ax.get_title() for ax in table.plot("network").axes]
     assert titles[2] == "wide, network"
-    refused(lambda: table.plot("kfac"), "Its rows are network, temperature scaling, KFAC")
 
 
 def test_a_table_of_regressions_draws_intervals_and_residuals() -> None:

@@ -186,11 +186,6 @@ def test_a_report_without_a_place_is_refused_before_it_is_drawn(
             tables["classes"].report(path)
 
 
-def test_a_table_without_predictions_has_no_report(tmp_path: Path) -> None:
-    with pytest.raises(lw.LapwingError, match=r"no predictions .* let lw.compare make the table"):
-        Comparison(("NLL",), {"a": {"NLL": 1.0}}).report(tmp_path / "report.html")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [500, 1280])  # headless windows are not narrower than 500: a frame holds 390
