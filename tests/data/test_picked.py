@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lapwing as lw
+from tests.refilling import Refilling
 from tests.refused import refused
 from tests.zoo_modules import Net
 
@@ -123,21 +124,15 @@ def test_refusals() -> None:
     )
 
 
-class Refilling(Stream):
-    """A loader that writes each batch into the same tensors."""
-
-    def __iter__(self) -> Any:
-        kept = {"pixels": torch.empty(8, 4), "digit": torch.empty(8, dtype=torch.int64)}
-        for batch in NAMED:
-            yield {name: tensor.copy_(batch[name]) for name, tensor in kept.items()}
+REFILLING = Refilling({key: batch[key] for key in ("pixels", "digit")} for batch in NAMED)
 
 
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(4), lw.VaLLA(4), lw.SubsetOfData(12)], ids=str)
 def test_batches_that_share_their_tensors_are_kept_as_copies(method: lw.Method) -> None:
     """Subsets, inducing points and held-out data are kept while the loader writes the next batch."""
-    loader = lw.batches(Refilling(), "pixels", "digit")
+    loader = lw.batches(REFILLING, "pixels", "digit")
     found = lw.fit(network(), loader, method, validation=loader, seed=0)
     wanted = lw.fit(network(), PAIRS, method, validation=PAIRS, seed=0)
     torch.testing.assert_close(found.predict(X).probs, wanted.predict(X).probs)
-    pixels = lw.batches(Refilling(), "pixels")
+    pixels = lw.batches(REFILLING, "pixels")
     torch.testing.assert_close(lw.mixture([found, wanted]).predict(pixels).probs, wanted.predict(X).probs)
