@@ -463,8 +463,9 @@ def test_a_last_layer_keeps_its_variances_and_does_not_pay(caplog: pytest.LogCap
 
 def test_a_posterior_without_spread_is_deployed() -> None:
     x, y = torch.randn(20, 5), torch.arange(20) % 3
-    posterior = lw.fit(mlp(), [(x, y)], lw.TemperatureScaling(), params=lw.everything)
-    torch.testing.assert_close(lw.deploy(posterior, x)(x), posterior.predict(x).probs)
+    for params, via in ((lw.everything, None), (lw.last_layer, lw.Linearized())):
+        posterior = lw.fit(mlp(), [(x, y)], lw.TemperatureScaling(), params=params)
+        torch.testing.assert_close(lw.deploy(posterior, x, via)(x), posterior.predict(x).probs)
 
 
 @pytest.mark.parametrize("network", ["convolutions", "linear"])

@@ -289,6 +289,8 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     assert warm.prior_precision == 5.0
     check_way(plain, warm, x, lw.Linearized())
     check_way(plain, warm, x, lw.MonteCarlo(200))
+    check_way(plain, warm, x, lw.Streamlined())
+    torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
     joint = warm.likelihood.predict(warm.latent(x, joint=True))
     torch.testing.assert_close(joint.probs, warm.predict(x).probs)
     warm.save(tmp_path / "warm.safetensors")
@@ -297,14 +299,6 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     torch.testing.assert_close(again.predict(x).probs, warm.predict(x).probs)
     alone = [lw.compare({"posterior": one}, held_out, repeats=1)["network"]["NLL"] for one in (plain, warm)]
     assert alone[0] == alone[1]
-
-
-@pytest.mark.slow
-def test_streamlined_and_deployed_networks_follow_the_temperature():
-    _, plain, warm, held_out = last_layers()
-    x, _ = held_out[0]
-    check_way(plain, warm, x, lw.Streamlined())
-    torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
 
 
 def test_a_likelihood_names_its_temperature():
