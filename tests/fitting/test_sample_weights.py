@@ -82,7 +82,7 @@ def test_points_and_steps_count_weights():
     x, y = problem.x, problem.y
     for fit in (lw.ClosedForm(), lw.NaturalGradient(3), lw.VariationalBound(3), lw.AlphaDivergence(steps=3)):
         options = {"prior_precision": None, "tune": None}
-        given = problem.fit(lw.VaLLA(points, fit), loader=[(x, y, WEIGHTS.long())], sample_weights=True, **options)
+        given = problem.fit(lw.VaLLA(points, fit), loader=[(x, y, WEIGHTS)], sample_weights=True, **options)
         wanted = problem.fit(lw.VaLLA(points, fit), loader=repeated(problem), **options)
         if isinstance(fit, lw.AlphaDivergence):  # whose steps are as long as n says
             close(given.history["objective"][:1], wanted.history["objective"][:1])
