@@ -78,30 +78,33 @@ def linear_functions(taps: Taps) -> Iterator[None]:
         yield
 
 
+def in_groups(layer: nn.Module, x: Tensor, out: Tensor) -> tuple[list[Tensor], Callable]:
+    """Inputs and gradients of a convolution, plain or transposed in two dimensions."""
+    groups = range(layer.groups)
+    if isinstance(layer, nn.ConvTranspose2d):
+        inputs = [sources(layer, x, out, group) for group in groups]
+    else:
+        inputs = [positions_in(layer, x, group) for group in groups]
+    return inputs, lambda g: [positions_out(layer, g, group) for group in groups]
+
+
+def of_tokens(layer: nn.Embedding, x: Tensor, out: Tensor) -> tuple[list[Tensor], Callable]:
+    """Inputs and gradients of an embedding: inputs are one-hot, the padding token takes no gradient."""
+    tokens = x.flatten()
+    taken = torch.ones(len(tokens)) if layer.padding_idx is None else tokens != layer.padding_idx
+    one_hot = F.one_hot(tokens, layer.num_embeddings).double()
+    return [one_hot], lambda g: [g.reshape(len(tokens), -1) * taken[:, None]]
+
+
 @contextmanager
-def convolution_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
-    """Taps convolutions by hooks on their modules."""
+def modules(taps: Taps, model: nn.Module) -> Iterator[None]:
+    """Taps convolutions and embeddings by hooks on their modules."""
 
     def hook(layer: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        groups = range(layer.groups)
-        patches = [positions_in(layer, args[0], group) for group in groups]
-        split = lambda g: [positions_out(layer, g, group) for group in groups]  # noqa: E731
-        return taps.add(layer.weight, layer.bias, patches, out, split)
+        inputs, split = (of_tokens if isinstance(layer, nn.Embedding) else in_groups)(layer, args[0], out)
+        return taps.add(layer.weight, getattr(layer, "bias", None), inputs, out, split)
 
-    with hooked(model, (nn.Conv1d, nn.Conv2d), hook):
-        yield
-
-
-@contextmanager
-def transposed_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
-    """Taps transposed convolutions in two dimensions by hooks on their modules."""
-
-    def hook(layer: nn.ConvTranspose2d, args: tuple, out: Tensor) -> Tensor:
-        groups = range(layer.groups)
-        inputs = [sources(layer, args[0], out, group) for group in groups]
-        return taps.add(layer.weight, layer.bias, inputs, out, lambda g: [positions_out(layer, g, n) for n in groups])
-
-    with hooked(model, (nn.ConvTranspose2d,), hook):
+    with hooked(model, (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Embedding), hook):
         yield
 
 
@@ -119,20 +122,6 @@ def sources(layer: nn.ConvTranspose2d, x: Tensor, out: Tensor, group: int) -> Te
                     if 0 <= row < out.shape[2] and 0 <= column < out.shape[3]:
                         rows[row, column, :, i, j] = x[:, p, q]
     return rows.flatten(0, 1).flatten(1)
-
-
-@contextmanager
-def embedding_modules(taps: Taps, model: nn.Module) -> Iterator[None]:
-    """Taps embeddings by hooks on their modules: inputs are one-hot, the padding token takes no gradient."""
-
-    def hook(layer: nn.Embedding, args: tuple, out: Tensor) -> Tensor:
-        tokens = args[0].flatten()
-        taken = torch.ones(len(tokens)) if layer.padding_idx is None else tokens != layer.padding_idx
-        split = lambda g: [g.reshape(len(tokens), -1) * taken[:, None]]  # noqa: E731
-        return taps.add(layer.weight, None, [F.one_hot(tokens, layer.num_embeddings).double()], out, split)
-
-    with hooked(model, (nn.Embedding,), hook):
-        yield
 
 
 @contextmanager
@@ -177,8 +166,8 @@ def kronecker_factors(problem: Setup, reduce: bool) -> dict[str, Factors]:
     for n in range(problem.samples):
         taps = Taps(problem)
         with (
-            linear_functions(taps), convolution_modules(taps, model), embedding_modules(taps, model),
-            recurrent_modules(model), transposed_modules(taps, model), torch.enable_grad(), oracle.reference_kernels(),
+            linear_functions(taps), modules(taps, model), recurrent_modules(model), torch.enable_grad(),
+            oracle.reference_kernels(),
         ):  # fmt: skip
             f = oracle.call(model, oracle.take(problem.x, slice(n, n + 1)))[0]  # (C,)
         seen, ends = taps.seen, [use.tap for use in taps.seen]

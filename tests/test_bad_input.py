@@ -361,6 +361,8 @@ REFUSED = [
     (lambda: fit(model=network().to("meta")), "0.weight … meta … trained weights … load_state_dict"),
     (lambda: fit([(X.to_sparse(), Y)]), f"(8, 4) … sparse_coo … {DENSE}"),
     (lambda: fit([(X, Y.to_sparse())]), f"targets … sparse_coo … {DENSE}"),
+    (lambda: fit([(torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)]), Y[:2])]),
+     "Tensor nested … x.to_padded_tensor(0.0)"),
     # options and labels that do not exist
     (lambda: fit(validaton=(X, Y)), "fit() has no option validaton= … did you mean validation="),
     (lambda: lw.novelty(network(), (X, Y), bye="knn"), "novelty() has no option bye= … did you mean by="),
@@ -464,6 +466,7 @@ REFUSED = [
     (lambda: fit({"x": X, "z": Y}), f"{ITERABLE} … Tensor (8, 4) … [(x, y)]"),
     (lambda: fit([(X[i], Y[i]) for i in range(8)]), f"(4,) … {ONE_ROW} … x[None]"),
     (lambda: lw.fit(DATA, network()), "are a network, of type Sequential … lw.fit(model, loader)"),
+    (lambda: lw.fit(network(), X, Y), "lw.fit(model, [(x, y)])"),
     (lambda: lw.Validation([X, Y]), f"Validation … {ONE_BATCH}"),
     (lambda: lw.EarlyStopping([X, Y]), f"EarlyStopping … {ONE_BATCH}"),
     (lambda: fit(TRAINER), "not a Trainer … fit_trainer(trainer)"),
@@ -478,7 +481,6 @@ REFUSED = [
     (lambda: fit([(Record(X, Y), Y)]), f"Record … first dimension is the batch … {FORWARD}"),
     (lambda: predict(Record(X, Y)), f"Record … {FORWARD}"),
     (lambda: predict(None), f"NoneType … {FORWARD}"),
-    (lambda: predict(3), "a single number … numpy.array(x)"),
     (lambda: predict([X.tolist(), None]), "a list of numbers … numpy.array(x)"),
     (lambda: fit([(X, (Y, Y))]), f"{HEADS} … [(x, y[0]) for x, y in loader] … {FORWARD}: model(inputs)[...]"),
     (lambda: fit([[X, {"kind": Y, "price": X}]]),
@@ -543,7 +545,6 @@ REFUSED = [
     (lambda: predict(X, via="mc"), f"via='mc' … {WAY}"),
     (lambda: posterior().latent(X, via=lw.Linearized), f"via=<class … {WAY}"),
     (lambda: predict(X, link="probit"), "link='probit' … link=lw.Probit()"),
-    (lambda: predict(X, link=lw.Probit), "Probit (a class … link=lw.Probit()"),
     (lambda: predict(X, link=lw.SampledLink(), generator=3), "generator=3 … manual_seed(0)"),
     (lambda: posterior().latent([X, X], joint=True), "loader has no joint latent … Pass a tensor"),
     (lambda: posterior().sample(0), "posterior.sample(n=0) … at least 1 … n=512"),
@@ -570,7 +571,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:The PyTorch API of nested tensors")
 @each_row(REFUSED)
 def test_a_call_is_refused_in_these_words(call: Callable[[], Any], words: str) -> None:
     message = refused(call, words)
@@ -586,12 +587,6 @@ def test_inputs_of_the_wrong_dtype(dtype: torch.dtype) -> None:
     refused(lambda: fit([(X, Y), (wrong, Y)]), words)
     for via in VIAS:
         refused(lambda via=via: predict(wrong, via=via), words)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors() -> None:
-    nested = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)])
-    refused(lambda: fit([(nested, Y[:2])]), "Tensor nested … x.to_padded_tensor(0.0)")
 
 
 # --- what is near to what is refused ---------------------------------------------------------------------------------

@@ -136,7 +136,6 @@ def test_links_are_those_of_the_last_layers_posterior(cache):
         parts = zip(x.split([60, 60, 80]), y.split([60, 60, 80]), strict=True)
         return Data(*parts, foreign=5 + torch.randn(25, 2), size=90)
 
-    torch.manual_seed(0)
     made, long = data(0), Recipe(F.cross_entropy, 600, 3e-2, batch=0)
     cell = Cell("thirds", "points, tiny", lambda _: made, lambda _: mlp(2, 8, 3), long.train)
     rows = links.rows_of(cell)

@@ -72,7 +72,6 @@ def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw
 
 @pytest.mark.parametrize("method", [lw.Diagonal(), pytest.param(lw.KFAC(), marks=pytest.mark.slow)], ids=str)
 def test_tuning_keeps_no_copy_of_the_weights_for_every_candidate(method: lw.Method) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(5)), nn.Linear(512, 10)).eval()
     data = [(torch.randn(100, 512), torch.randint(10, (100,)))]
     size = 4 * sum(p.numel() for p in model.parameters())
@@ -99,7 +98,6 @@ def test_the_measure_counts_what_is_made() -> None:
 @pytest.mark.parametrize("width", [4, 25])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_chunks_are_gathered(lengths: tuple[int, ...], gradient: bool, width: int) -> None:
-    torch.manual_seed(0)
     basis = torch.randn(3, 3)
     whole = Latent(
         torch.randn(5, 3),

@@ -187,11 +187,6 @@ def test_odd_arguments_are_taken_or_refused_in_a_sentence(
     assert not NETWORK.training
 
 
-def test_inputs_and_targets_given_as_two_arguments_are_told_how_to_be_written() -> None:
-    with pytest.raises(lw.LapwingError, match=r"lw\.fit\(model, \[\(x, y\)\]\)"):
-        lw.fit(NETWORK, X, Y)  # type: ignore[arg-type]
-
-
 def test_shown() -> None:
     class Silent:
         def __repr__(self) -> str:

@@ -29,7 +29,6 @@ def layer(rows: int, kind: str) -> tuple[FactorLayer, Tensor]:
 @pytest.mark.parametrize("kind", ["factors", "added", "removed"])
 @pytest.mark.parametrize("rows", [2, 7])  # fewer than outputs, and more: then by the covariance matrix
 def test_a_layer_of_factors_is_its_covariance_matrix(rows: int, kind: str, inputs: str) -> None:
-    torch.manual_seed(0)
     block, covariance = layer(rows, kind)
     mean, root = torch.randn(BATCH, INPUTS).double(), torch.randn(BATCH, INPUTS, INPUTS).double()
     given: dict[str, Any] = {"certain": None, "variances": root[0, :BATCH].square(), "covariances": root @ root.mT}

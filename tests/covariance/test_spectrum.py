@@ -56,7 +56,6 @@ def test_few_eigenvalues_and_zeros_stay():
 
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()])
 def test_a_wide_network_is_tuned_as_by_all_eigenvalues(method, monkeypatch):
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 350), nn.Tanh(), nn.Linear(350, 350), nn.Tanh(), nn.Linear(350, 2)).eval()
     x, y = torch.randn(40, 4), torch.randn(40, 2)
     tune = lw.Evidence(per_layer=True)

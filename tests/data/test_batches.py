@@ -97,7 +97,6 @@ def test_lists_of_texts_are_cut_with_the_samples_and_those_of_numbers_are_shared
 
 
 def test_a_list_of_as_many_numbers_as_samples_is_refused_in_the_first_batch() -> None:
-    torch.manual_seed(0)
     model = Net(lambda net, x, box: net.head(x * torch.tensor(box).reshape(-1)[0]), head=nn.Linear(3, 2)).eval()
     x, y = torch.randn(6, 3), torch.arange(6) % 2
     as_many = [((x, [2.0] * 6), y)]
@@ -323,7 +322,6 @@ def test_samples_on_a_device_keep_their_weights() -> None:
 
 
 def test_the_refusal_of_nan_prints_what_a_network_that_takes_nan_needs() -> None:
-    torch.manual_seed(0)
     model = Net(filling, fill=nn.Parameter(torch.randn(4)), head=nn.Linear(4, 3)).double().eval()
     x, y = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3
     x[::3, 1] = torch.nan

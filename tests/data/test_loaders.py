@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -23,12 +24,13 @@ from torch.utils.data import (
 
 import lapwing as lw
 from lapwing.data.data import Data
-from tests.network.test_devices import away
+from tests.pretended_device import Device
 from tests.refilling import Refilling
 from tests.refused import refused
 
 X, Y, REAL = torch.randn(20, 4), torch.arange(20) % 3, torch.randn(20, 1)
 DATA = TensorDataset(X, Y)
+CUDA = Device("cuda")
 
 
 def network(outputs: int = 3) -> nn.Module:
@@ -220,7 +222,7 @@ WAYS_IN = {
 
 
 def elsewhere(*columns: Tensor) -> list[tuple[Tensor, ...]]:
-    return [tuple(map(away, batch)) for batch in fresh(*columns)]
+    return CUDA.put(fresh(*columns))
 
 
 @pytest.mark.quick(15)
@@ -229,9 +231,11 @@ def elsewhere(*columns: Tensor) -> list[tuple[Tensor, ...]]:
 @pytest.mark.parametrize("way_in", WAYS_IN)
 def test_a_loader_that_fills_the_same_tensors_or_is_elsewhere_gives_what_a_list_gives(way_in: str, y: Tensor) -> None:
     wanted = WAYS_IN[way_in](fresh, y)
-    for kind in (refilling, elsewhere):
+    for kind, place in ((refilling, nullcontext()), (elsewhere, CUDA)):
         torch.manual_seed(0)
-        torch.testing.assert_close(WAYS_IN[way_in](kind, y), wanted, rtol=0, atol=0)
+        with place:
+            found = WAYS_IN[way_in](kind, y)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_a_bfloat16_network_and_a_loader_that_fills_the_same_tensors() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lapwing as lw
+from tests.refilling import Refilling
 from tests.refused import refused
+from tests.zoo_modules import Net
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 ROWS = [{"pixels": x, "digit": y, "name": "a"} for x, y in zip(X, Y, strict=True)]
@@ -71,22 +73,14 @@ def test_a_fit_equals_the_fit_of_pairs(loader: Any, targets: Any) -> None:
 
 
 def test_several_keys_are_named_arguments_of_the_network_and_heads_of_joint() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.layer(a + b)
-
     loader = [{"a": x, "b": 2 * x, "kind": y % 2, "size": y.float()} for x, y in PAIRS]
     ((inputs, targets), *_) = lw.batches(loader, inputs=["a", "b"], targets=["kind", "size"])
     assert list(inputs) == ["a", "b"]
     assert list(targets) == ["kind", "size"]
     heads = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian(0.1)}, {"kind": slice(0, 2), "size": slice(2, 3)})
-    posterior = lw.fit(
-        Sum().eval(), lw.batches(loader, ["a", "b"], ["kind", "size"]), likelihood=heads, prior_precision=1.0
-    )
+    model = Net(lambda net, a, b: net.layer(a + b), layer=nn.Linear(4, 3)).eval()
+    picked = lw.batches(loader, ["a", "b"], ["kind", "size"])
+    posterior = lw.fit(model, picked, likelihood=heads, prior_precision=1.0)
     assert posterior.samples == 24
 
 
@@ -130,21 +124,15 @@ def test_refusals() -> None:
     )
 
 
-class Refilling(Stream):
-    """A loader that writes each batch into the same tensors."""
-
-    def __iter__(self) -> Any:
-        kept = {"pixels": torch.empty(8, 4), "digit": torch.empty(8, dtype=torch.int64)}
-        for batch in NAMED:
-            yield {name: tensor.copy_(batch[name]) for name, tensor in kept.items()}
+REFILLING = Refilling({key: batch[key] for key in ("pixels", "digit")} for batch in NAMED)
 
 
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(4), lw.VaLLA(4), lw.SubsetOfData(12)], ids=str)
 def test_batches_that_share_their_tensors_are_kept_as_copies(method: lw.Method) -> None:
     """Subsets, inducing points and held-out data are kept while the loader writes the next batch."""
-    loader = lw.batches(Refilling(), "pixels", "digit")
+    loader = lw.batches(REFILLING, "pixels", "digit")
     found = lw.fit(network(), loader, method, validation=loader, seed=0)
     wanted = lw.fit(network(), PAIRS, method, validation=PAIRS, seed=0)
     torch.testing.assert_close(found.predict(X).probs, wanted.predict(X).probs)
-    pixels = lw.batches(Refilling(), "pixels")
+    pixels = lw.batches(REFILLING, "pixels")
     torch.testing.assert_close(lw.mixture([found, wanted]).predict(pixels).probs, wanted.predict(X).probs)

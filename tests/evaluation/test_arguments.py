@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal
 
 import lapwing as lw
 from lapwing.evaluation import Comparison, metrics
-from lapwing.likelihoods import MixturePrediction
 
 P, Y, S = torch.full((6, 3), 1 / 3), torch.arange(6) % 3, torch.rand(6)
 FUNCTIONS: dict[Callable[..., Any], dict[str, Tensor]] = {
@@ -80,9 +78,6 @@ def test_several_foreign_sets(posterior: lw.Posterior) -> None:
         for column in [column for column in one.columns if column.startswith(name)]:
             assert {row: both[row].get(column) for row in both.rows} == {row: one[row].get(column) for row in one.rows}
     assert both["network"]["MNIST: AUROC by entropy"] != both["network"]["noise: AUROC by entropy"]
-    for foreign in (sets["MNIST"], sets["noise"], {1: sets["MNIST"]}):
-        with pytest.raises(lw.LapwingError, match=r'foreign of compare is .* foreign=\{"noise": torch.randn'):
-            lw.compare({"KFAC": posterior}, held_out, foreign, repeats=1)
     assert lw.compare({"KFAC": posterior}, held_out, {}, repeats=1).columns[-1] == "passes"
 
 
@@ -99,14 +94,7 @@ def test_tables_in_other_forms() -> None:
     assert frame.isna().to_numpy().tolist() == [[False, False], [True, False]]
 
 
-@pytest.mark.parametrize("components", [[1, 2], None, Normal(0.0, 1.0), Normal(torch.zeros(4), torch.ones(4))])
-def test_components_of_a_mixture(components: Any) -> None:
-    with pytest.raises(lw.LapwingError, match=r"batch shape \(inputs, draws\)"):
-        MixturePrediction(components)
-
-
 def test_a_comparison_reads_weights_of_samples_and_leaves_them_out():
-    torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).eval()
     x, y, w = torch.randn(12, 3), torch.arange(12) % 2, torch.arange(12.0)
     posterior = lw.fit(model, [(x, y, w)], sample_weights=True, prior_precision=1.0)
@@ -117,7 +105,3 @@ def test_a_comparison_reads_weights_of_samples_and_leaves_them_out():
         assert table["one"][column] == pytest.approx(plain["one"][column], rel=1e-5)
     assert "every sample counts once" in str(table)
     assert "every sample counts once" not in str(plain)
-    with pytest.raises(lw.LapwingError, match="holds no sample weights"):
-        lw.compare({"one": posterior}, [(x, y)], repeats=1, sample_weights=True)
-    with pytest.raises(lw.LapwingError, match="neither True nor False"):
-        lw.compare({"one": posterior}, weighted, repeats=1, sample_weights=None)

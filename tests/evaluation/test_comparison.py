@@ -99,7 +99,6 @@ def test_a_noise_variance_of_each_half_is_the_other_halfs_mean_squared_residual(
 
 
 def test_a_censored_noise_variance_of_each_half_is_that_of_the_other_half() -> None:
-    torch.manual_seed(0)
     model, x = nn.Linear(2, 1).eval(), torch.randn(200, 2)
     y = model(x)[:, 0].detach() + 0.5 * torch.randn(200)
     ends = torch.stack([y.clamp(max=0.5), torch.where(y > 0.5, torch.inf, y)], 1)
@@ -110,7 +109,6 @@ def test_a_censored_noise_variance_of_each_half_is_that_of_the_other_half() -> N
 
 
 def test_the_network_alone_has_one_noise_if_held_out_data_chose_one_for_each_output() -> None:
-    torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double().eval(), torch.randn(400, 3, dtype=torch.float64)
     y = model(x).detach() + torch.tensor([0.1, 0.18]).double() * torch.randn(400, 2, dtype=torch.float64)
     posterior = lw.fit(model, (x[:60], y[:60]), lw.Full(), validation=(x[60:360], y[60:360]))
@@ -155,16 +153,6 @@ def test_a_note_names_the_posterior_of_the_network_alone(classes: Any) -> None:
     assert notes(a=posterior, plain=other.model) == ['Rows of a network alone have the likelihood of "a".']
     tuned = lw.fit(model, (x, y), validation=(x, y))
     assert notes(a=posterior, b=tuned, c=model) == notes(a=model, b=other.model) == []
-
-
-def test_labels_and_real_values_are_not_in_one_table() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(40, 4), torch.arange(40) % 3
-    one = lw.fit(nn.Linear(4, 1).eval(), (x, y.float()), likelihood="gaussian")
-    for kind in (None, lw.Ordinal()):
-        labels = lw.fit(nn.Linear(4, 3 if kind is None else 2).eval(), (x, y), likelihood=kind)
-        with pytest.raises(lw.LapwingError, match='The row "network" has no .* in two tables'):
-            lw.compare({"one": one, "labels": labels, "again": labels}, (x, y), repeats=1)
 
 
 def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None:
@@ -252,14 +240,11 @@ def test_missing_targets_of_some_batches(regression: Any, missing: tuple[int, ..
 
 
 def test_the_area_under_the_risk_coverage_curve() -> None:
-    torch.manual_seed(0)
     uncertainty, errors = torch.rand(30, dtype=torch.float64), (torch.rand(30) < 0.3).double()
     order = uncertainty.argsort()
     risks = [float(errors[order[: k + 1]].mean()) for k in range(30)]
     assert metrics.aurc(uncertainty, errors).item() == pytest.approx(sum(risks) / 30)
     assert metrics.aurc(torch.ones(30), errors).item() == pytest.approx(float(errors.mean()))  # ties have no order
-    with pytest.raises(lw.LapwingError, match=r"^aurc .*uncertainty \(30,\), errors \(2,\)"):
-        metrics.aurc(uncertainty, errors[:2])
 
 
 def test_one_batch_of_dicts_is_no_set_of_foreign_inputs() -> None:
@@ -267,7 +252,6 @@ def test_one_batch_of_dicts_is_no_set_of_foreign_inputs() -> None:
         def forward(self, features: Tensor) -> Tensor:
             return super().forward(features)
 
-    torch.manual_seed(0)
     x, y = torch.randn(20, 4), torch.arange(20) % 3
     data = [({"features": x}, y)]
     posterior = lw.fit(Named(4, 3).eval(), data)
@@ -294,7 +278,6 @@ def test_the_notes_of_a_printed_table_fit_a_terminal(classes: Any) -> None:
 
 def test_the_verdict_names_every_row_that_the_data_cannot_tell_from_the_best() -> None:
     """Differences up to two standard errors are ties."""
-    torch.manual_seed(0)
     x, y = torch.randn(400, 2), torch.randint(2, (400,))
     near, far = (nn.Linear(2, 2).eval() for _ in range(2))
     with torch.no_grad():
@@ -313,7 +296,6 @@ def test_the_verdict_names_every_row_that_the_data_cannot_tell_from_the_best() -
 
 
 def test_a_row_that_ranks_strange_inputs_as_known_is_named() -> None:
-    torch.manual_seed(0)
     model, x = nn.Linear(2, 3).double().eval(), torch.randn(300, 2, dtype=torch.float64)
     y = model(x).argmax(1)
     sets = {"outliers": 100 * x[:100], "others": torch.randn(100, 2, dtype=torch.float64)}
@@ -323,7 +305,6 @@ def test_a_row_that_ranks_strange_inputs_as_known_is_named() -> None:
 
 
 def test_parts_of_a_table_have_no_empty_rows() -> None:
-    torch.manual_seed(0)
     line, x = nn.Linear(4, 1).eval(), torch.randn(160, 4)
     y = line(x).detach() + torch.randn(160, 1)
     full = lw.fit(line, (x[:60], y[:60]), lw.Full(), prior_precision=1.0)
@@ -334,7 +315,6 @@ def test_parts_of_a_table_have_no_empty_rows() -> None:
 
 
 def test_the_network_alone_has_its_own_noise_in_any_order() -> None:
-    torch.manual_seed(0)
     model, x, y = nn.Linear(4, 1).eval(), torch.randn(30, 4), torch.randn(30, 1)
     train, held_out = [(x[:20], y[:20])], [(x[20:], y[20:])]
     methods = {"Full": lw.Full(), "Diagonal": lw.Diagonal()}
@@ -351,17 +331,3 @@ def test_the_network_alone_has_its_own_noise_in_any_order() -> None:
     assert lw.compare({"Full": given}, held_out, repeats=1).rows["network"]["NLL"] == pytest.approx(
         float(own), rel=1e-5
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"posteriors": {}}, "a dict of at least one"), ({"posteriors": {"a": 3}}, "is int"),
-        ({"posteriors": []}, "a dict"), ({"loader": []}, "no samples"),
-        ({"score": "entropie"}, "score is one of 'mutual_information', 'entropy', 'confidence'"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_compared(classes: Any, arguments: dict[str, Any], words: str) -> None:
-    model, _, x, y = classes
-    with pytest.raises(lw.LapwingError, match=words):
-        lw.compare(**{"posteriors": {"net": model}, "loader": [(x, y)], **arguments})

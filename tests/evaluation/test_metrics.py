@@ -9,7 +9,6 @@ import torch
 from scipy import integrate, stats
 from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
 
-from lapwing.errors import LapwingError
 from lapwing.evaluation import metrics
 
 OF_PROBS = (metrics.accuracy, metrics.brier, metrics.expected_calibration_error)
@@ -77,25 +76,6 @@ class TestClassification:
             assert value.dtype == torch.float64
             assert not value.requires_grad
 
-    @pytest.mark.parametrize(
-        ("probs", "labels", "message"),
-        [
-            (torch.full((3,), 0.5), torch.zeros(3, dtype=torch.long), r"shape \(3,\).*torch.stack"),
-            (torch.ones(3, 1), torch.zeros(3, dtype=torch.long), r"shape \(3, 1\).*C > 1"),
-            (torch.zeros(0, 2), torch.zeros(0, dtype=torch.long), r"shape \(0, 2\).*N > 0"),
-            (torch.full((3, 2), 0.5), torch.zeros(3, 1, dtype=torch.long), r"labels is Tensor \(3, 1\)"),
-            (torch.full((3, 2), 0.5), torch.zeros(3), r"float32.*labels.long"),
-            (torch.full((3, 2), 0.5), torch.tensor([0, 1, 2]), r"in 0\.\.1.*from 0 to 2"),
-            (torch.full((3, 2), 0.5), torch.tensor([0, 1, -1]), r"from -1 to 1"),
-            (torch.tensor([[0.5, 0.5], [2.0, -1.0]]), torch.tensor([0, 1]), r"1 of 2 rows.*row 1.*logits.softmax"),
-            (torch.tensor([[math.nan, 0.5], [0.5, 0.5]]), torch.tensor([0, 1]), r"1 of 2 rows.*row 0"),
-        ],
-    )
-    def test_bad_input_gets_one_clear_sentence(self, probs, labels, message):
-        for metric in OF_PROBS:
-            with pytest.raises(LapwingError, match=f"^{metric.__name__} needs .*{message}"):
-                metric(probs, labels)
-
 
 class TestAuroc:
     def test_pairs_counted_by_hand_with_ties_and_large_scores(self):
@@ -104,10 +84,6 @@ class TestAuroc:
         wins = sum(float(o > i) + 0.5 * float(o == i) for o in outside for i in inside)
         assert metrics.auroc(inside, outside).item() == pytest.approx(wins / 12, abs=1e-12)
         assert wins / 12 == pytest.approx(roc_auc_score([0] * 4 + [1] * 3, torch.cat([inside, outside]).numpy()))
-
-
-COLUMN, ROW, BAD = torch.ones(4, 1), torch.ones(4), torch.tensor([1.0, math.nan, math.inf, 1.0])
-DIFFER = r"shapes differ: .*y \(4,( 1)?\).*nothing is broadcast"
 
 
 class TestRegression:
@@ -133,18 +109,3 @@ class TestRegression:
         y = torch.tensor([0.0, 1.0, 1.5, -7.0])
         lower, upper = torch.tensor([0.0, 0.0, 0.0, -math.inf]), torch.tensor([1.0, 1.0, 1.0, math.inf])
         assert metrics.interval_coverage(lower, upper, y).item() == 0.75
-
-    @pytest.mark.parametrize(
-        ("metric", "arguments", "message"),
-        [
-            (metrics.rmse, (COLUMN, ROW), DIFFER), (metrics.crps_gaussian, (COLUMN, ROW, ROW), DIFFER),
-            (metrics.interval_coverage, (ROW, ROW, COLUMN), DIFFER),
-            (metrics.rmse, (ROW, BAD), r"^rmse needs finite values, and 2 of 4 values of y"),
-            (metrics.crps_gaussian, (ROW, -ROW, ROW), r"needs a positive std, and 4 of 4.*predict\(x\).std"),
-            (metrics.interval_coverage, (ROW, -ROW, ROW), r"4 of 4 intervals"),
-            (metrics.interval_coverage, (torch.tensor([math.nan, 0.0, 0.0, 0.0]), ROW, ROW), r"1 of 4 intervals"),
-        ],
-    )  # fmt: skip
-    def test_shapes_are_not_broadcast_and_values_are_usable(self, metric, arguments, message):
-        with pytest.raises(LapwingError, match=message):
-            metric(*arguments)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import lapwing as lw
-from lapwing.errors import LapwingError
 from lapwing.evaluation import sensitivity
 from tests.input_noise import with_input_noise
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 W = torch.tensor([[2.0, -1.0, 0.5, 0.1]], dtype=F64)
@@ -151,38 +151,10 @@ class TestRule:
         assert all(parameter.grad is None for parameter in model.parameters())
 
     def test_one_of_several_inputs(self):
-        class Two(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.table = nn.Linear(4, 1, bias=False), nn.Embedding(5, 1)
-
-            def forward(self, x, tokens):
-                return self.a(x) + self.table(tokens).mean(1)
-
-        model = Two().double().eval()
+        parts = {"a": nn.Linear(4, 1, bias=False), "table": nn.Embedding(5, 1)}
+        model = Net(lambda net, x, tokens: net.a(x) + net.table(tokens).mean(1), **parts).double().eval()
         model.a.weight.data.copy_(W)
         x, tokens = torch.randn(2, 4, dtype=F64), torch.randint(5, (2, 3))
         found = sensitivity(model, {"x": lw.Uncertain(x, 1e-6), "tokens": tokens}, likelihood=NOISE)
         torch.testing.assert_close(found.values, (W.abs() / 2).expand(2, 4), rtol=0.02, atol=1e-3)
         assert torch.equal(found.inputs, x)
-
-
-class TestRefusals:
-    x = torch.randn(3, 4, dtype=F64)
-
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    def test_inputs(self):
-        u = lw.Uncertain(self.x, 0.1)
-        cases = [
-            ((u, u), "hold 2 uncertain ones"),
-            ({"x": self.x}, "hold 0 uncertain ones"),
-            (lw.Uncertain(self.x, covariance=torch.eye(4, dtype=F64)), "whose variances are positive"),
-            (lw.Uncertain(self.x, 0.0), "variances are positive"),
-            ((u, torch.nested.nested_tensor([self.x[0], self.x[1]])), "Tensor nested"),
-            (self.x[:0], "holds no samples"),
-            (torch.ones(3, 4, dtype=torch.long), "Integer inputs"),
-            (self.x / 0, "NaN or infinite"),
-        ]
-        for inputs, message in cases:
-            with pytest.raises(LapwingError, match=message):
-                sensitivity(mlp(), inputs, likelihood="categorical")

@@ -130,7 +130,6 @@ def test_the_treated_weights_are_those_of_the_former_fit() -> None:
 
 
 def test_the_penalty_of_half_precision_and_under_autocast() -> None:
-    torch.manual_seed(0)
     model = nn.Linear(3, 2).bfloat16().eval()
     x, y = torch.randn(9, 3).bfloat16(), torch.arange(9) % 2
     posterior = lw.fit(model, (x, y), lw.KFAC(), prior_precision=1.0)

@@ -121,7 +121,6 @@ def test_draws_of_one_layer_have_the_moments_of_shared_weights(case):
 @pytest.mark.parametrize("kind", [positions, recurrent])
 def test_draws_of_a_network_have_the_distribution_of_shared_weights(kind):
     """A deep network: mean and covariance of a sample's outputs, and of products, within their standard errors."""
-    torch.manual_seed(0)
     model = kind().double().eval()
     x = torch.randn(2, 2, 3, dtype=torch.float64)
     tangent, means, stds = problem(model, x, 0.3)

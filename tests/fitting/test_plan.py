@@ -97,7 +97,6 @@ def test_kept_bytes_are_exact_and_peaks_near(name, method):
 
 
 def test_gradients_above_the_budget_are_taken_in_groups():
-    torch.manual_seed(0)
     layers = nn.Conv2d(2, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     model, data = nn.Sequential(*layers, nn.Linear(32, 800)).eval(), regression((2, 12, 12), 2, 1, 800)
     planned = lw.plan(model, data, lw.Diagonal(), params=lw.everything, memory=2**24)
@@ -106,14 +105,12 @@ def test_gradients_above_the_budget_are_taken_in_groups():
 
 @pytest.mark.parametrize("samples", [20, 60])
 def test_the_dual_form_keeps_the_span_of_all_rows(samples):
-    torch.manual_seed(0)
     planned, exact, peak = compared(mlp(), regression((12,), samples), lw.Full("dual"))
     assert planned.kept_bytes == exact
     assert peak / 2.5 < planned.peak_bytes < 2.5 * peak
 
 
 def test_an_implicit_basis_keeps_inputs_in_place_of_directions():
-    torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(12, 2500), nn.ReLU(), nn.Linear(2500, 3)).eval()
     planned, exact, _ = compared(wide, regression((12,), 40), lw.SubsetOfData(20), memory=2**24)
     assert planned.kept_bytes == exact
@@ -121,7 +118,6 @@ def test_an_implicit_basis_keeps_inputs_in_place_of_directions():
 
 
 def test_tied_weights_embeddings_and_the_last_layer_in_float64():
-    torch.manual_seed(0)
     layer, classes = nn.Linear(12, 12), [(torch.randint(30, (8, 5)), torch.randn(8, 3))]
     twice = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(12, 3)).eval()
     tokens = nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(20, 3)).eval()
@@ -135,7 +131,6 @@ def test_tied_weights_embeddings_and_the_last_layer_in_float64():
 
 
 def test_the_default_is_planned_as_it_is_fitted():
-    torch.manual_seed(0)
     model, data = mlp(), regression((12,))
     planned = lw.plan(model, data)
     posterior = lw.fit(model, data)
@@ -222,7 +217,6 @@ def test_a_fit_that_exceeds_the_machine_is_refused_and_a_cheaper_method_named(mo
 @pytest.mark.parametrize("outputs", [1, 8])
 @pytest.mark.parametrize("params", [lw.everything, lw.last_layer], ids=["everything", "last_layer"])
 def test_peaks_of_few_and_more_outputs(params, outputs):
-    torch.manual_seed(0)
     model = nn.Sequential(transformer(), nn.Tanh(), nn.Linear(3, outputs)).eval()
     planned, _, peak = compared(model, regression((9, 16), 60, 25, outputs), lw.Diagonal(), params=params)
     assert peak / 2.5 < planned.peak_bytes < 2.5 * peak

@@ -130,15 +130,6 @@ def test_fractions_against_the_dense_ggn():
     assert gain == pytest.approx(float(gradient @ covariance @ gradient) / 2)
 
 
-def test_without_the_option_the_third_entry_is_the_targets():
-    x = torch.randn(6, 3)
-    w = torch.tensor([1, 2, 1, 0, 1, 1])
-    model = nn.Linear(3, 2).eval()
-    with pytest.raises(lw.LapwingError):
-        lw.fit(model, [(x, w % 2, w.float())], prior_precision=1.0)
-    lw.fit(model, [(x, w % 2, w)], prior_precision=1.0, sample_weights=True)  # whole numbers are fine
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.KFAC(weight_sharing="reduce")], ids=repr)
 @pytest.mark.parametrize("name", ["mlp", "tied"])

@@ -22,18 +22,15 @@ from ase.optimize import BFGS  # noqa: E402
 
 from lapwing.integrations.ase import LaplaceCalculator  # noqa: E402
 from tests import oracle  # noqa: E402
+from tests.zoo_modules import Net  # noqa: E402
 
 FIRST, SECOND = torch.triu_indices(4, 4, 1)
 UNIT, SHIFT = 2.5, -40.0
 
 
-class Pairs(nn.Module):
-    def __init__(self, outputs: int = 1) -> None:
-        super().__init__()
-        self.pair = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
-
-    def forward(self, r: Tensor) -> Tensor:
-        return self.pair((r[:, FIRST] - r[:, SECOND]).norm(dim=-1)[..., None]).sum(1)
+def pairs(outputs: int = 1) -> nn.Module:
+    apart = lambda net, r: net.pair((r[:, FIRST] - r[:, SECOND]).norm(dim=-1)[..., None]).sum(1)  # noqa: E731
+    return Net(apart, pair=nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, outputs)).double())
 
 
 def structures(count: int) -> Tensor:
@@ -44,7 +41,7 @@ def structures(count: int) -> Tensor:
 @cache
 def fitted() -> lw.Posterior:
     torch.manual_seed(0)
-    r, model = structures(40), Pairs().eval()
+    r, model = structures(40), pairs().eval()
     y = model(r).detach() + 0.1 * torch.randn(40, 1).double()
     return lw.fit(model, (r, y), lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.01))
 
@@ -97,19 +94,13 @@ def test_a_moved_atom_has_other_forces_and_a_simulation_conserves_energy():
     assert atoms.get_kinetic_energy() > 1e-3
 
 
-class EnergiesAndForces(nn.Module):
+@torch.enable_grad()
+def with_forces(net: Any, r: Tensor) -> Tensor:
     """Forces too, (B, 1 + 12), as derivatives that the network takes itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energies = Pairs()
-
-    @torch.enable_grad()
-    def forward(self, r: Tensor) -> Tensor:
-        r = r if r.requires_grad else r.detach().requires_grad_()
-        energies = self.energies(r)
-        (slopes,) = torch.autograd.grad(energies.sum(), r, create_graph=True)
-        return torch.cat([energies, -slopes.flatten(1)], 1)
+    r = r if r.requires_grad else r.detach().requires_grad_()
+    energies = net.energies(r)
+    (slopes,) = torch.autograd.grad(energies.sum(), r, create_graph=True)
+    return torch.cat([energies, -slopes.flatten(1)], 1)
 
 
 def rows_of(model: nn.Module, r: Tensor) -> Tensor:
@@ -120,8 +111,7 @@ def rows_of(model: nn.Module, r: Tensor) -> Tensor:
 
 
 def test_a_fit_to_energies_and_forces_with_a_noise_for_each():
-    torch.manual_seed(0)
-    r, model = structures(12), EnergiesAndForces().eval()
+    r, model = structures(12), Net(with_forces, energies=pairs()).eval()
     y = model(r).detach() + 0.1 * torch.randn(12, 13).double()
     noise = torch.tensor([0.01] + 12 * [0.04]).double()
     likelihood = lw.Gaussian(noise.tolist())
@@ -141,24 +131,19 @@ def test_a_fit_to_energies_and_forces_with_a_noise_for_each():
 
 
 def test_networks_of_several_outputs_are_refused():
-    posterior = lw.fit(Pairs(2).eval(), (structures(9), torch.randn(9, 2).double()), prior_precision=1.0, tune=None)
+    posterior = lw.fit(pairs(2).eval(), (structures(9), torch.randn(9, 2).double()), prior_precision=1.0, tune=None)
     with pytest.raises(lw.LapwingError, match=r"of energies \(one output\), not .* Write LaplaceCalculator\("):
         LaplaceCalculator(posterior, lambda positions, atoms: positions[None])
     with pytest.raises(lw.LapwingError, match="output=0 if the first of several outputs is the energy"):
         LaplaceCalculator(posterior, lambda positions, atoms: positions[None], output=2)
     with pytest.raises(lw.LapwingError, match="needs a posterior"):
-        LaplaceCalculator(Pairs(), lambda positions, atoms: positions[None])
+        LaplaceCalculator(pairs(), lambda positions, atoms: positions[None])
 
 
-class Neighbours(nn.Module):
+def neighbours() -> nn.Module:
     """A sum over distances, with a factor that makes far ones unimportant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-    def forward(self, d: Tensor) -> Tensor:
-        return (self.pair(d[..., None]) * torch.exp(-d.square())[..., None]).sum(1)
+    near = lambda net, d: (net.pair(d[..., None]) * torch.exp(-d.square())[..., None]).sum(1)  # noqa: E731
+    return Net(near, pair=nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double())
 
 
 def with_images(positions: Tensor, atoms: Any, cell: Tensor) -> Tensor:
@@ -187,7 +172,7 @@ def distances_in(atoms: Any) -> Tensor:
 @cache
 def crystal_posterior() -> tuple[lw.Posterior, Tensor]:
     torch.manual_seed(0)
-    x, model = torch.cat([distances_in(atoms) for atoms in crystals(30)]), Neighbours().eval()
+    x, model = torch.cat([distances_in(atoms) for atoms in crystals(30)]), neighbours().eval()
     y = model(x).detach() + 0.1 * torch.randn(30, 1).double()
     return lw.fit(model, (x, y), lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.01)), x
 

@@ -18,6 +18,7 @@ from mapie.exchangeability_testing import OnlineMartingaleTest
 from mapie.regression import SplitConformalRegressor
 
 from lapwing.integrations.mapie import PredictionClassifier, PredictionRegressor, matrix_of
+from tests.trained import train
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HELD_OUT = slice(0, 400)
@@ -86,12 +87,8 @@ def test_normalised_scores_read_the_noise_of_each_input():
     x, y = data("real")
     fitted, tuned, rest = slice(3400, 4400), slice(400, 900), slice(900, 3400)
     network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimiser = torch.optim.Adam(network.parameters(), 0.02)
-    for _ in range(100):
-        optimiser.zero_grad()
-        (network(x[fitted]) - y[fitted]).square().mean().backward()
-        optimiser.step()
-    noisy = lw.fit(network.eval(), (x[fitted], y[fitted]), validation=(x[tuned], y[tuned]))
+    train(network, lambda: (network(x[fitted]) - y[fitted]).square().mean(), 100)
+    noisy = lw.fit(network, (x[fitted], y[fitted]), validation=(x[tuned], y[tuned]))
     X, y = matrix_of(noisy.predict(x)), y[:, 0].numpy()
     quarters, coverages = np.array_split(X[rest, 1].argsort(), 4), {}
     for name, score in {"absolute": "absolute", "std": StdConformityScore()}.items():

@@ -24,6 +24,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from lapwing.integrations.sklearn import LaplaceClassifier, LaplaceRegressor
 from tests.refused import refused
+from tests.zoo_modules import Net
 
 
 def network(features: int, outputs: int) -> nn.Module:
@@ -257,28 +258,22 @@ def test_a_frozen_network_is_fitted_without_training(data) -> None:
     refused(lambda: classifier.fit(X, np.zeros(60, dtype=int)), "one class")
 
 
-class Tokens(nn.Module):
+def of_tokens(outputs: int) -> nn.Module:
     """A mean of embeddings, and a linear layer."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(7, 5), nn.Linear(5, outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table(x).mean(1))
+    return Net(lambda net, x: net.layer(net.table(x).mean(1)), table=nn.Embedding(7, 5), layer=nn.Linear(5, outputs))
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8"])
 def test_integers_stay_integers_if_the_network_accepts_them(dtype: str) -> None:
     rng = np.random.default_rng(0)
     X = rng.integers(7, size=(40, 4)).astype(dtype)
-    classifier = LaplaceClassifier(Tokens(2), epochs=1).fit(X, X[:, 0] % 2, sample_weight=np.linspace(0.5, 1.5, 40))
+    classifier = LaplaceClassifier(of_tokens(2), epochs=1).fit(X, X[:, 0] % 2, sample_weight=np.linspace(0.5, 1.5, 40))
     assert classifier.predict_proba(X.astype(float)).shape == (40, 2)
     refused(lambda: classifier.predict(X + 0.5), "fitted to integers")
-    assert LaplaceRegressor(Tokens(1), epochs=1).fit(X, X[:, 0]).predict(X).shape == (40,)
+    assert LaplaceRegressor(of_tokens(1), epochs=1).fit(X, X[:, 0]).predict(X).shape == (40,)
     linear = LaplaceRegressor(nn.Linear(4, 1), epochs=1).fit(X, X[:, 0])
     assert linear.posterior_.predict(torch.tensor(X).float()).mean.shape == (40, 1)
-    halves = LaplaceClassifier(Tokens(2), epochs=1)
+    halves = LaplaceClassifier(of_tokens(2), epochs=1)
     refused(lambda: halves.fit(X + 0.5, X[:, 0] % 2), "called as model(x) on Tensor (1, 4) float32")
 
 

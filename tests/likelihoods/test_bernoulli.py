@@ -202,7 +202,6 @@ def test_tuning_takes_no_longer_than_its_softmax(monkeypatch):
 
 def test_weights_of_labels_beside_held_out_data(caplog):
     """A warning names the shift of the logits, with which each label is calibrated; a comparison shows each label."""
-    torch.manual_seed(0)
     x, weights = torch.randn(2500, 3), torch.tensor([4.0, 1.0, 8.0])
     true = torch.nn.Linear(3, 3).eval()
     y = torch.rand(2500, 3) < (true(x) - 1).sigmoid()

@@ -23,6 +23,7 @@ from tests.pretended_device import Device
 from tests.refilling import Refilling
 from tests.refused import refused
 from tests.trained import train
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 
@@ -181,15 +182,9 @@ def test_features_are_the_inputs_of_the_last_treated_linear_layer(kind, params, 
 
 
 def test_features_are_the_outputs_if_no_linear_layer_is_treated():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift, self.slope = nn.Parameter(torch.zeros(1, dtype=F64)), nn.Parameter(torch.ones(3, dtype=F64))
-
-        def forward(self, x):
-            return (x * self.slope).sum(1, keepdim=True).sinh() + self.shift
-
-    model, (x, y) = Shifted().eval(), data(400, 1)
+    shifted = lambda net, x: (x * net.slope).sum(1, keepdim=True).sinh() + net.shift  # noqa: E731
+    shift, slope = nn.Parameter(torch.zeros(1, dtype=F64)), nn.Parameter(torch.ones(3, dtype=F64))
+    model, (x, y) = Net(shifted, shift=shift, slope=slope).eval(), data(400, 1)
     y = x.sum(1, keepdim=True).sinh() + (0.05 + 0.3 * (x.sum(1, keepdim=True) + 3)) * torch.randn(400, 1).double()
     posterior = lw.fit(model, (x, y), lw.Diagonal(), likelihood=lw.Gaussian(noise="input"), tune=lw.Validation((x, y)))
     noise = posterior.likelihood.input_noise
@@ -225,7 +220,6 @@ def test_positions_have_the_features_of_their_position():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_pixels_have_the_features_of_their_patch(size):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.Conv2d(4, 1, size, padding=size // 2)).double()
     x, y = (values.reshape(25, 4, 4, -1).movedim(3, 1).contiguous() for values in (X, Y))
     train(model, lambda: (model(x) - y).square().mean(), 100, 0.03)
@@ -346,7 +340,6 @@ def test_a_training_row_at_the_edge_of_the_data_has_one_noise_in_all_batches(see
 @pytest.mark.parametrize("df", [3.0, 10.0])
 def test_given_tails_have_the_level_of_their_own_likelihood(df):
     """Outliers would give a normal law, and so its σ², twenty times the width."""
-    torch.manual_seed(0)
     model, x = nn.Linear(2, 1).double().eval(), torch.randn(600, 2, dtype=F64)
     y = model(x).detach() + 0.3 * torch.randn(600, 1, dtype=F64)
     y[::50] += 30.0
@@ -662,7 +655,6 @@ def test_heads_are_deployed():
 @pytest.mark.parametrize("missing", [False, True])
 def test_copies_become_the_weight_of_one_row(missing):
     """Copies are rounded differently in other batches; rows that were measured again, or cannot be told, stay."""
-    torch.manual_seed(0)
     features, residuals = torch.randn(50, 100).double(), torch.randn(50, 2).double()
     residuals[:9, 1] = math.nan if missing else 0.0
     counts = torch.randint(4, (50,))

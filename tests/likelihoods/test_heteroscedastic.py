@@ -101,7 +101,6 @@ def test_missing_targets_have_no_effect():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_variances_in_the_place_of_log_variances_are_warned_of(weighted, caplog):
-    torch.manual_seed(0)
     x = torch.randn(200, 1)
     y = x + 0.3 * torch.randn(200, 1)
     y[::4], law = torch.nan, lw.HeteroscedasticGaussian(missing=True)

@@ -69,8 +69,7 @@ def test_all_batches_decide() -> None:
     y[30] = 0.5
     assert lw.fit(nn.Linear(2, 1).eval(), singles, tune=None).likelihood.name == "gaussian"
     rows = [(x[:1], torch.tensor([[0.0, 1.0]])), (x[1:3], torch.tensor([[1.0, 1.0], [0.0, 0.0]]))]
-    with pytest.raises(lw.LapwingError, match="all 0 or 1"):  # not one-hot, as the first batch has it
-        lw.fit(nn.Linear(2, 2).eval(), rows)
+    refused(lambda: lw.fit(nn.Linear(2, 2).eval(), rows), "all 0 or 1")
 
 
 class _Endless(IterableDataset):
@@ -219,7 +218,6 @@ def test_outputs_that_are_no_means_are_warned_of(caplog: pytest.LogCaptureFixtur
 
 
 def test_labels_that_the_network_was_not_trained_for_are_warned_of(caplog):
-    torch.manual_seed(0)
     x, model = torch.randn(200, 2), nn.Linear(2, 3).eval()
     lw.fit(model, (x, torch.arange(200) % 3), prior_precision=1.0)  # not trained: about as good as equal probabilities
     with torch.no_grad():

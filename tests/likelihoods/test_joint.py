@@ -11,6 +11,7 @@ from torch.func import functional_call, jacrev
 
 import lapwing as lw
 from tests.refilling import Refilling
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 torch.manual_seed(0)
@@ -51,18 +52,14 @@ def test_covariances_are_those_of_a_dense_laplace_approximation():
                                + lw.Gaussian(0.3).log_prob(model(X)[:, [4, 3]], Y["box"]).sum())  # fmt: skip
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kind, self.box = network(3), network(2)
-
-    def forward(self, x):
-        return torch.cat([self.kind(x), self.box(x).flip(1)], 1)
+def two():
+    """A network for each head."""
+    return Net(lambda net, x: torch.cat([net.kind(x), net.box(x).flip(1)], 1), kind=network(3), box=network(2)).eval()
 
 
 @pytest.mark.parametrize("way", [lw.Linearized(), lw.MonteCarlo(400)])
 def test_heads_of_disjoint_networks_equal_two_fits(way):
-    model = Two().eval()
+    model = two()
     joint = fitted(model)
     kind = lw.fit(model.kind, [(X, Y["kind"])], lw.Full(), prior_precision=2.0)
     box = lw.fit(model.box, [(X, Y["box"])], lw.Full(), likelihood=lw.Gaussian(0.3), prior_precision=2.0)
@@ -81,7 +78,7 @@ def test_heads_of_disjoint_networks_equal_two_fits(way):
 def test_a_missing_target_is_the_head_without_the_sample():
     y = {"kind": torch.where(torch.arange(30) < 8, torch.nan, Y["kind"].double()), "box": Y["box"].clone()}
     y["box"][5:12, 1] = torch.nan
-    model = Two().eval()
+    model = two()
     joint = fitted(model, y)
     kind = lw.fit(model.kind, [(X[8:], Y["kind"][8:])], lw.Full(), prior_precision=2.0)
     box = lw.fit(model.box, [(X, y["box"])], lw.Full(), likelihood=lw.Gaussian(0.3, missing=True), prior_precision=2.0)
@@ -97,7 +94,7 @@ HELD_OUT = torch.randn(40, 3, dtype=F64)
 
 def overconfident():
     """Returns two disjoint networks whose logits are four times those of the labels, and held-out targets."""
-    model = Two().eval()
+    model = two()
     kind = torch.multinomial(model.kind(HELD_OUT).softmax(1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
     with torch.no_grad():
         model.kind[2].weight *= 4

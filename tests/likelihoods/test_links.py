@@ -192,7 +192,6 @@ def of_three_classes(excluded=0, value=0.0, moves=False):
 @pytest.mark.parametrize(("excluded", "value", "moves"), [(12, -1e4, False), (96, -math.inf, False), (12, -1e9, True)])
 def test_classes_that_cannot_be_change_no_probability(excluded, value, moves, held_out):
     """Masked and padded classes, for every link, the prior precision and the uncertainty."""
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).eval()
     x, y = torch.randn(80, 4), torch.arange(80) % 3
     options = {"validation": (x[40:], y[40:])} if held_out else {}
@@ -218,7 +217,6 @@ def test_classes_that_cannot_be_change_no_probability(excluded, value, moves, he
 
 
 def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(tmp_path):
-    torch.manual_seed(0)
     model, x = torch.nn.Linear(4, 3).eval(), torch.randn(20, 4)
     forward = of_three_classes(5, -math.inf)
     posterior = lw.fit(model, (x, torch.arange(20) % 3 // 2 * 7), lw.KFAC(), forward=forward)
@@ -256,7 +254,6 @@ def test_streamlined_and_deployed_networks_leave_out_classes_that_cannot_be(wher
 @pytest.mark.parametrize("value", [-1e4, -math.inf])
 def test_masks_that_the_first_samples_do_not_show(value):
     """Each sample has its own mask, and the first batch has none: predictions are those of smaller networks."""
-    torch.manual_seed(0)
     model, x, y = torch.nn.Linear(4, 3).eval(), torch.randn(20, 4), torch.arange(20) % 2
     allowed = torch.ones(20, 3, dtype=torch.bool)
     allowed[10:, 2] = False

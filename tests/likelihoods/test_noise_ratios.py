@@ -12,6 +12,7 @@ import lapwing as lw
 import lapwing.fitting.fit_data
 from tests.conformance import close
 from tests.likelihoods.fakes import random_latent
+from tests.zoo_modules import Net
 
 F64 = torch.float64
 NOISE = [0.1, 0.5]
@@ -27,17 +28,6 @@ def data():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double().eval()
     return model, x, y
-
-
-class Divided(nn.Module):
-    """The network with outputs in units of their noise."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x) / SCALE
 
 
 def test_densities_are_those_of_correlated_outputs():
@@ -63,15 +53,13 @@ def test_the_tuning_is_that_of_outputs_in_units_of_their_noise(method, tune):
         [{"tune": tune}] * 2 if tune != "validation" else [{"validation": (x[:12], z[:12])} for z in (y, y / SCALE)]
     )
     given = lw.fit(model, [(x, y)], method, likelihood=ratios, params=lw.everything, **options[0])
-    wanted = lw.fit(
-        Divided(model).eval(), [(x, y / SCALE)], method, likelihood="gaussian", params=lw.everything, **options[1]
-    )
+    divided = Net(lambda net, x: net.model(x) / SCALE, model=model).eval()  # outputs in units of their noise
+    wanted = lw.fit(divided, [(x, y / SCALE)], method, likelihood="gaussian", params=lw.everything, **options[1])
     assert given.prior_precision == pytest.approx(wanted.prior_precision, rel=1e-3)
     assert given.noise_variance == pytest.approx(wanted.noise_variance, rel=1e-3)
 
 
 def test_selected_outputs_and_linearised_draws_have_the_noise_of_their_output():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
     x, y, noise = torch.randn(9, 3).double(), torch.randn(9, 3).double(), torch.tensor([0.1, 0.5, 2.0]).double()
     for missing in (False, True):
@@ -199,7 +187,6 @@ def test_which_residuals_show_other_noise(parts, wanted):
 
 
 def test_positions_have_the_ratios_of_their_outputs():
-    torch.manual_seed(0)
     model, x = nn.Linear(3, 2).double().eval(), torch.randn(30, 5, 3, dtype=F64)
     y = model(x).detach() + torch.tensor([0.1, 5.0]) * torch.randn(30, 5, 2, dtype=F64)
     for options in ({}, {"validation": (x, y)}):

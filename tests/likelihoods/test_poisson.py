@@ -13,6 +13,7 @@ from torch import nn
 
 import lapwing as lw
 from tests.likelihoods.fakes import FakeDraws, MarginalLatent
+from tests.refilling import Refilling
 
 MEANS, VARIANCES = (-2.0, 0.5, 3.0, 7.0), (1e-6, 0.01, 0.3, 4.0)
 
@@ -56,15 +57,6 @@ def test_intervals_are_the_quantiles_of_sums():
         assert bool(((end[:, 0] >= wanted[0]) & (end[:, 0] <= wanted[1])).all())
 
 
-def test_moments_are_those_of_draws():
-    latent = lw.fit(nn.Linear(2, 3).double().eval(), [(torch.zeros(4, 2).double(), torch.ones(4, 3))],
-                    likelihood="poisson", prior_precision=4.0).latent(torch.ones(2, 2).double())  # fmt: skip
-    prediction = lw.Poisson().predict(latent)
-    draws = prediction.sample(200_000)
-    torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0.02, atol=0)
-    torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.1, atol=0)
-
-
 def test_weight_draws_are_a_mixture():
     draws = torch.randn(7, 3, 2, generator=torch.Generator().manual_seed(0)).double()
     prediction = lw.Poisson().predict(FakeDraws(draws))
@@ -102,15 +94,18 @@ def test_dispersed_counts_have_the_same_mean_and_more_variance():
     assert bool((prediction.interval(0.9)[1] > plain.interval(0.9)[1]).all())
 
 
-def test_draws_of_dispersed_counts():
-    x = torch.ones(2, 2).double()
-    latent = lw.fit(nn.Linear(2, 1).double().eval(), [(x, torch.ones(2, 1))], likelihood="poisson",
-                    prior_precision=4.0).latent(x)  # fmt: skip
-    prediction = lw.Poisson(dispersion=ALPHA).predict(latent)
+@pytest.mark.parametrize(("dispersion", "outputs"), [(0.0, 3), (ALPHA, 1)])
+def test_moments_are_those_of_draws(dispersion, outputs):
+    x, model = torch.ones(2, 2).double(), nn.Linear(2, outputs).double().eval()
+    latent = lw.fit(model, [(x, torch.ones(2, outputs))], likelihood="poisson", prior_precision=4.0).latent(x)
+    prediction = lw.Poisson(dispersion=dispersion).predict(latent)
     draws = prediction.sample(200_000)
     torch.testing.assert_close(draws.mean(0), prediction.mean, rtol=0.02, atol=0)
     torch.testing.assert_close(draws.var(0), prediction.variance, rtol=0.1, atol=0)
-    few, y = latent.sample(5), torch.tensor([[3.0], [0.0]])
+
+
+def test_weight_draws_of_dispersed_counts():
+    few, y = 0.5 * torch.randn(5, 2, 1).double(), torch.tensor([[3.0], [0.0]])
     mixture = lw.Poisson(dispersion=ALPHA).predict(FakeDraws(few))
     torch.testing.assert_close(mixture.mean, few.exp().mean(0))
     each = [lw.Poisson().predict(noisy(MarginalLatent(one, torch.zeros_like(one)))).log_prob(y) for one in few]
@@ -148,30 +143,14 @@ def test_residuals_decide_on_the_dispersion():
     assert again.likelihood.alpha == pytest.approx(alpha, rel=1e-6)
 
 
-def refilled(x, y, size):
-    """Batches in one pair of tensors, which the loader fills again."""
-    inputs, targets = x[:size].clone(), y[:size].clone()
-    for start in range(0, len(x), size):
-        inputs.copy_(x[start : start + size])
-        targets.copy_(y[start : start + size])
-        yield inputs, targets
-
-
-class Refilled:
-    def __init__(self, x, y):
-        self.pair = x, y
-
-    def __iter__(self):
-        return refilled(*self.pair, 100)
-
-
 def test_the_dispersion_does_not_depend_on_batches_order_and_positions():
     model, x, y = many_counts(3.0, 400)
     wanted = lw.fit(model, (x, y), lw.KFAC(), likelihood="poisson", prior_precision=1.0)
     order = torch.randperm(400, generator=torch.Generator().manual_seed(1))
     ones = [(a[None], b[None]) for a, b in zip(x, y, strict=True)]
     pairs = x.unflatten(0, (200, 2)), y.unflatten(0, (200, 2))  # two positions for each sample
-    for data in ((x[order], y[order]), [(x[:2], y[:2]), *ones[2:]], Refilled(x, y), pairs):
+    refilled = Refilling(zip(x.split(100), y.split(100), strict=True))
+    for data in ((x[order], y[order]), [(x[:2], y[:2]), *ones[2:]], refilled, pairs):
         found = lw.fit(model, data, lw.KFAC(), likelihood="poisson", prior_precision=1.0)
         assert found.likelihood.alpha == pytest.approx(wanted.likelihood.alpha, rel=1e-9)
         assert found.temperature == pytest.approx(wanted.temperature, rel=1e-9)

@@ -138,7 +138,6 @@ def twice():
 @pytest.mark.parametrize("make", [mlp, dead, convolution, twice], ids=lambda make: make.__name__)
 def test_posteriors_are_those_of_whole_factors(make, samples, method, ranges, monkeypatch):
     """In uneven batches, at a prior precision of 1, and one that is below the curvature and above its rounding."""
-    torch.manual_seed(0)
     model, shape = make()
     x, y = torch.randn(samples, *shape).double(), torch.arange(samples) % 3
     data = list(zip(x.split(4), y.split(4), strict=True))
@@ -161,7 +160,6 @@ def test_posteriors_are_those_of_whole_factors(make, samples, method, ranges, mo
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_float32_networks_and_weights_of_samples(weighted, ranges, monkeypatch):
-    torch.manual_seed(0)
     model, x, y = mlp()[0].float(), torch.randn(6, SIZE), torch.arange(6) % 3
     data = [(x[:4], y[:4], torch.rand(4)), (x[4:], y[4:], torch.zeros(2))]
     data = data if weighted else [batch[:2] for batch in data]
@@ -175,7 +173,6 @@ def test_float32_networks_and_weights_of_samples(weighted, ranges, monkeypatch):
 
 
 def test_further_data_go_on_from_the_range(ranges):
-    torch.manual_seed(0)
     model, x, y = mlp()[0], torch.randn(7, SIZE).double(), torch.arange(7) % 3
     part = lw.fit(model, [(x[:3], y[:3])], lw.KFAC(), prior_precision=0.1)
     both = lw.fit(model, [(x, y)], lw.KFAC(), prior_precision=0.1)
@@ -186,7 +183,6 @@ def test_further_data_go_on_from_the_range(ranges):
 
 def test_many_classes_are_centred_from_the_lower_triangle():
     """Products of more than 256 columns leave the upper triangle of Γ unset."""
-    torch.manual_seed(0)
     classes = 300
     model = nn.Linear(4, classes).double().eval()
     x, y = torch.randn(9, 4).double(), torch.randint(classes, (9,))

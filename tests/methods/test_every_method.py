@@ -54,7 +54,6 @@ def test_draws_do_not_depend_on_the_batches(lengths):
 
 @pytest.mark.parametrize("method", [*VALLA[:2], lw.MeanField(steps=2)], ids=by_class)
 def test_bfloat16_networks_have_variances_in_float32(method):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
     x, y = torch.randn(40, 4), torch.randint(3, (40,))
     options = {"prior_precision": 1.0, "tune": None, "params": lw.everything}

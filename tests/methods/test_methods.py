@@ -33,6 +33,7 @@ from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker
 from tests.network.test_untouched import untouched
 from tests.quick import others_slow
 from tests.zoo import ZOO
+from tests.zoo_modules import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # on a pretended device
 
@@ -397,7 +398,6 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     No samples: one of zeros, which shows the bias alone.
     """
     monkeypatch.setattr(structures, "MIN_SAVED_COLUMNS", 0)
-    torch.manual_seed(0)
     trunk = [] if params is lw.last_layer else [nn.Linear(20, 4), nn.Tanh()]
     net = nn.Sequential(*trunk, nn.Linear(4 if trunk else 20, 3)).double().eval()
     x = torch.randn(max(samples, 1), 20).double() * (samples > 0)
@@ -436,7 +436,6 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
 
 def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
     """A weak prior gives all logits together a huge variance, which must not leak into those that a softmax sees."""
-    torch.manual_seed(0)
     head, x = nn.Linear(32, 4).eval(), torch.randn(2000, 32).relu()
     x[:, :12], x[:, 20:] = 0, 0.01 * x[:, 20:]
     with torch.no_grad():
@@ -452,7 +451,6 @@ def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last layer", "all layers"])
 def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
     """Λ maps the ones to 0: in float32 rounding would give the last layer's Γ a smallest eigenvalue of 1e-7."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
     data = [(torch.randn(40, 4), torch.arange(40) % 3)]
     factors = lw.fit(model, data, lw.KFAC(), params=params, tune=None).covariance.structures["2"]
@@ -461,15 +459,9 @@ def test_a_constant_added_to_all_logits_has_no_curvature(params) -> None:
 
 @pytest.mark.parametrize("method", [lw.KFAC, lw.EKFAC])
 def test_kronecker_factors_warn_if_most_weights_have_none(method, caplog):
-    class Peephole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Bilinear(4, 4, 6), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.outer(torch.tanh(self.inner(x, x)))
-
-    model, data = Peephole().eval(), (torch.randn(20, 4), torch.arange(20) % 3)
+    together = lambda net, x: net.outer(torch.tanh(net.inner(x, x)))  # noqa: E731
+    model = Net(together, inner=nn.Bilinear(4, 4, 6), outer=nn.Linear(6, 3)).eval()
+    data = (torch.randn(20, 4), torch.arange(20) % 3)
     for params, options, warnings in (
         (lw.everything, {}, 1), (lw.everything, {"uncovered": "dense"}, 0), (lw.last_layer, {}, 0),
     ):  # fmt: skip

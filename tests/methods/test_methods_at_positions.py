@@ -34,7 +34,6 @@ TREATED = (lw.last_layer, lw.everything)
 @pytest.mark.parametrize("layers", ["tokens", "pixels"])
 def test_padding_whose_labels_do_not_count_changes_nothing(method, layers):
     """The factors of the layers' inputs hold only positions that count, by their weights."""
-    torch.manual_seed(0)
     w = torch.rand(6, dtype=F64) + 0.5
     if layers == "tokens":
         x, y, padding = torch.randint(9, (6, 3)), torch.randint(3, (6, 3)), torch.full((6, 4), 9)

@@ -88,7 +88,6 @@ def test_parts_of_a_weight_or_a_bias_alone(method, which):
 
 @METHODS
 def test_parts_of_positions(method):
-    torch.manual_seed(0)
     model, x = network(), torch.randn(5, 3, 4, dtype=torch.float64)
     labels = (torch.arange(15) % CLASSES).reshape(5, 3)
     labels[0, 1] = -100

@@ -64,14 +64,6 @@ def test_a_temperature_is_a_posterior(tmp_path):
     assert table["temperature"]["NLL"] < table["network"]["NLL"]
 
 
-@pytest.mark.slow
-def test_a_temperature_is_deployed():
-    model, x, y = data()
-    scaled = lw.fit(model, [(x, y)], lw.TemperatureScaling())
-    torch.testing.assert_close(lw.deploy(scaled, x, via=lw.Linearized())(x), scaled.predict(x).probs)
-    torch.testing.assert_close(lw.deploy(scaled, x)(x), scaled.predict(x).probs)
-
-
 @pytest.mark.parametrize("batch", [7, 40])
 def test_weights_and_batches_do_not_change_the_pseudo_row(batch):
     """A weight of 2 equals a sample that is shown twice; samples of weight 0, and ignored labels, do not count."""

@@ -173,7 +173,6 @@ def test_heads_chosen_by_a_text() -> None:
     def translated(net: Any, x: Tensor, languages: list[str]) -> Tensor:
         return torch.cat([getattr(net, language)(row[None]) for row, language in zip(x, languages, strict=True)])
 
-    torch.manual_seed(0)
     model = Net(translated, de=nn.Linear(4, 3), nl=nn.Linear(4, 3)).double().eval()
     languages = ["de"] * 8 + ["nl"] * 52
     fitted = lw.fit(model, [((X, languages), Y)], lw.Full(), params=lw.last_layer, prior_precision=1.0)
@@ -186,7 +185,6 @@ def test_heads_chosen_by_a_text() -> None:
 
 def test_heads_chosen_by_a_plain_number() -> None:
     """All samples share it."""
-    torch.manual_seed(0)
     model = (
         Net(lambda net, x, k: net.heads[k](x), heads=nn.ModuleList(nn.Linear(4, 3) for _ in range(2))).double().eval()
     )

@@ -1,12 +1,11 @@
 """Batches come to the model's device: inputs and targets of loaders, and what is given to a prediction.
 
-`Elsewhere` stands for a tensor on another device. It says where it is, can be cut and moved, and refuses all else, as
-torch does where tensors of two devices meet.
+The network is on the CPU, and the data on a pretended GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,37 +14,12 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data import batches
 from lapwing.evaluation import sensitivity
+from tests.pretended_device import Device
 
-GETTERS = {
-    getattr(Tensor, name).__get__
-    for name in ("dtype", "is_meta", "is_nested", "is_quantized", "layout", "ndim", "shape")
-}
-HARMLESS = {Tensor.dim, Tensor.is_floating_point, Tensor.is_inference, Tensor.numel, Tensor.size, len, Tensor.__len__}
-
-
-class Elsewhere(Tensor):
-    """A tensor on the device "cuda:7"."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function == Tensor.device.__get__:
-            return torch.device("cuda", 7)
-        with torch._C.DisableTorchFunctionSubclass():
-            if function in (Tensor.to, Tensor.cpu):
-                return function(args[0].as_subclass(Tensor), *args[1:], **(kwargs or {}))
-            if function is Tensor.__getitem__:
-                return args[0].as_subclass(Tensor)[args[1]].as_subclass(Elsewhere)
-            if function in GETTERS or function in HARMLESS:
-                return function(*args, **(kwargs or {}))
-        raise RuntimeError(f"Expected all tensors to be on the same device, {function} met two")
-
-
-def away(x: Tensor) -> Tensor:
-    return x.as_subclass(Elsewhere)
-
-
+CUDA = Device("cuda")
 X, Y, REAL = torch.randn(8, 4), torch.arange(8) % 3, torch.randn(8, 1)
-HERE, THERE = [(X[:5], Y[:5]), (X[5:], Y[5:])], [(away(X[:5]), away(Y[:5])), (away(X[5:]), away(Y[5:]))]
+HERE = [(X[:5], Y[:5]), (X[5:], Y[5:])]
+AWAY, THERE = CUDA.put(X), CUDA.put(HERE)
 
 
 def network(outputs: int = 3) -> nn.Module:
@@ -54,14 +28,16 @@ def network(outputs: int = 3) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).eval()
 
 
-def test_what_is_elsewhere_refuses_to_be_used() -> None:
-    with pytest.raises(RuntimeError, match="same device"):
-        network()(away(X))
+@pytest.fixture
+def cuda() -> Iterator[None]:
+    with CUDA:
+        yield
 
 
+@pytest.mark.usefixtures("cuda")
 def test_plain_moves_what_is_elsewhere_and_keeps_the_rest() -> None:
     cpu = torch.device("cpu")
-    inputs = {"x": X, "more": (away(REAL), "text", [Y])}
+    inputs = {"x": X, "more": (CUDA.put(REAL), "text", [Y])}
     moved = batches.plain(inputs, cpu)
     assert moved["x"] is X
     assert moved["more"][2][0] is Y
@@ -73,38 +49,40 @@ def test_plain_moves_what_is_elsewhere_and_keeps_the_rest() -> None:
     assert batches.plain(X) is X
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     "method",
-    [lw.VaLLA(4, lw.AlphaDivergence(steps=2, validation=THERE), initial="data"), lw.VaLLA(lw.InducingPoints(away(X)))],
+    [lw.VaLLA(4, lw.AlphaDivergence(steps=2, validation=THERE), initial="data"), lw.VaLLA(lw.InducingPoints(AWAY))],
     ids=["validation", "points"],
 )
 def test_options_elsewhere(method: lw.Method) -> None:
     """What the ways in of tests/data/test_loaders.py do not give."""
     expected = lw.fit(network(), HERE, method).latent(X)
-    found = lw.fit(network(), THERE, method).latent(away(X))
+    found = lw.fit(network(), THERE, method).latent(AWAY)
     assert type(found.mean) is type(found.covariance) is Tensor
     torch.testing.assert_close(found.covariance, expected.covariance)
 
 
+@pytest.mark.usefixtures("cuda")
 def test_predictions_elsewhere() -> None:
     posterior = lw.fit(network(), HERE, lw.KFAC(), prior_precision=1.0)
     for via in (lw.Linearized(), lw.MonteCarlo(draws=3), lw.Streamlined()):
         expected = posterior.predict(X, via).probs
-        for x in (away(X), [away(X[:3]), away(X[3:])], THERE):
+        for x in (AWAY, [AWAY[:3], AWAY[3:]], THERE):
             found = posterior.predict(x, via)
             torch.testing.assert_close(found.probs, expected)
-        torch.testing.assert_close(found.log_prob(away(Y)), found.log_prob(Y))
-        moved = posterior.latent(lw.Uncertain(away(X), 0.1), via)
+        torch.testing.assert_close(found.log_prob(CUDA.put(Y)), found.log_prob(Y))
+        moved = posterior.latent(lw.Uncertain(AWAY, 0.1), via)
         torch.testing.assert_close(moved.variance, posterior.latent(lw.Uncertain(X, 0.1), via).variance)
     torch.testing.assert_close(
-        lw.propagate(network(), lw.Uncertain(away(X), 0.1)).covariance,
+        lw.propagate(network(), lw.Uncertain(AWAY, 0.1)).covariance,
         lw.propagate(network(), lw.Uncertain(X, 0.1)).covariance,
     )
-    joint = posterior.latent(away(X), joint=True).covariance
+    joint = posterior.latent(AWAY, joint=True).covariance
     torch.testing.assert_close(joint, posterior.latent(X, joint=True).covariance)
     score = posterior.log_marginal_likelihood(linearised_mode=True, loader=HERE)
     assert posterior.log_marginal_likelihood(linearised_mode=True, loader=THERE) == pytest.approx(score)
-    assert lw.deploy(posterior, away(X))(X).shape == (8, 3)
+    assert lw.deploy(posterior, AWAY)(X).shape == (8, 3)
 
 
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.ELLA(2), lw.VaLLA(4), lw.SampledLLA(4)], ids=repr)
@@ -125,15 +103,17 @@ def test_a_default_device_changes_nothing(method: lw.Method) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(("likelihood", "y"), [("gaussian", REAL), ("bernoulli", (REAL > 0).float())])
 def test_targets_of_every_likelihood_elsewhere(likelihood: str, y: Tensor) -> None:
-    posterior = lw.fit(network(1), [(away(X), away(y))], likelihood=likelihood)
-    prediction = posterior.predict(away(X))
-    torch.testing.assert_close(prediction.log_prob(away(y)), prediction.log_prob(y))
+    posterior = lw.fit(network(1), [(AWAY, CUDA.put(y))], likelihood=likelihood)
+    prediction = posterior.predict(AWAY)
+    torch.testing.assert_close(prediction.log_prob(CUDA.put(y)), prediction.log_prob(y))
 
 
+@pytest.mark.usefixtures("cuda")
 def test_evaluations_elsewhere() -> None:
     posterior = lw.fit(network(), HERE, lw.KFAC(), prior_precision=1.0)
-    assert str(lw.coverage(network(), away(X))) == str(lw.coverage(network(), X))
-    found = sensitivity(posterior, away(X), targets=away(Y), via=lw.Linearized(), steps=2)
+    assert str(lw.coverage(network(), AWAY)) == str(lw.coverage(network(), X))
+    found = sensitivity(posterior, AWAY, targets=CUDA.put(Y), via=lw.Linearized(), steps=2)
     torch.testing.assert_close(found.values, sensitivity(posterior, X, targets=Y, via=lw.Linearized(), steps=2).values)

@@ -231,7 +231,6 @@ def test_other_threads_see_the_trained_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["attention", "scripted"])
 def test_an_exception_in_the_middle_leaves_nothing(name: str) -> None:
-    torch.manual_seed(0)
     model, x = AWKWARD[name]().double().eval(), torch.randn(5, 4).double()
     posterior = lw.fit(model, [(x, torch.arange(5) % 3)], lw.Diagonal(), params=EVERY, prior_precision=10.0)
     before, own, wanted = copy.deepcopy(model.state_dict()), list(model.parameters()), model(x)
@@ -285,7 +284,6 @@ def adjoint(strict: bool = False) -> nn.Module:
 
 @pytest.mark.parametrize("names", [["head.weight", "head.bias"], ["first.weight", "first.bias"]])
 def test_weights_around_such_a_function_have_the_gradients_of_a_plain_call(names: list[str]) -> None:
-    torch.manual_seed(0)
     model, x = adjoint(), torch.randn(5, 4).double()
     tangent = Tangent.survey(model, x, lw.last_layer if names[0][0] == "h" else lw.matching("first.*"))
     assert list(tangent.parameters) == names
@@ -306,7 +304,6 @@ def force(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("positions", [0, 2])
 def test_a_network_that_takes_gradients_without_enable_grad(positions: int) -> None:
-    torch.manual_seed(0)
     energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
     model, x = Net(force, energy=energy, positions=positions).double().eval(), torch.randn(6, 3).double()
     y = model(x).detach() + 0.1

@@ -94,7 +94,6 @@ NETWORKS = {
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rows_are_autograds_and_outputs_are_torchs(name):
-    torch.manual_seed(0)
     model = double(NETWORKS[name]())
     before = copy.deepcopy(model.state_dict())
     tangent = Tangent.survey(model, data(5))
@@ -108,7 +107,6 @@ def test_rows_are_autograds_and_outputs_are_torchs(name):
 
 
 def test_a_part_of_the_weights():
-    torch.manual_seed(0)
     model = double(Head(nn.LSTM, num_layers=2, bidirectional=True))
     model.layer.weight_hh_l0.requires_grad_(False)
     x = data(4)
@@ -119,7 +117,6 @@ def test_a_part_of_the_weights():
 
 
 def test_weights_that_are_computed_stay_generic():
-    torch.manual_seed(0)
     layer = nn.utils.parametrizations.weight_norm(nn.GRU(3, 4, batch_first=True), "weight_hh_l0")
     model = Head(nn.GRU)
     model.layer = layer
@@ -134,7 +131,6 @@ def test_weights_that_are_computed_stay_generic():
 
 
 def test_packed_sequences_stay_generic_and_exact():
-    torch.manual_seed(0)
     model = double(Net(of_unequal_length, layer=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 2)))
     x, lengths = data(5), torch.tensor([3, 5, 1, 4, 2])
     tangent = Tangent.survey(model, (x, lengths))
@@ -152,7 +148,6 @@ def test_packed_sequences_stay_generic_and_exact():
 
 
 def test_latents_are_differentiable_in_the_inputs():
-    torch.manual_seed(0)
     model, x = double(Head(nn.LSTM, num_layers=2)), data(4)
     posterior = lw.fit(model, [(x, torch.arange(4) % 2)], lw.KFAC(), prior_precision=1.0)
 
@@ -166,7 +161,6 @@ def test_latents_are_differentiable_in_the_inputs():
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_forward_mode_of_float32(kind):
     """Torch's own kernel of float32 has none."""
-    torch.manual_seed(0)
     model = Head(kind, num_layers=2).eval()
     x = data(4).float()
     tangent = Tangent.survey(model, x)
@@ -179,7 +173,6 @@ def test_forward_mode_of_float32(kind):
 
 
 def test_a_half_precision_layer():
-    torch.manual_seed(0)
     model, x, y = Head(nn.LSTM).bfloat16().eval(), data(4).bfloat16(), torch.arange(4) % 2
     wide = copy.deepcopy(model).double()
     variances = [
@@ -190,7 +183,6 @@ def test_a_half_precision_layer():
 
 
 def test_blocks_of_one_module_have_names_of_their_own():
-    torch.manual_seed(0)
     shapes = {"w1": (4, 3), "b1": (4,), "w2": (2, 4), "b2": (2,)}
     weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     linear = nn.functional.linear

@@ -273,24 +273,17 @@ def test_a_look_takes_two_backward_passes_a_digit(
     assert sum(u.shape[-1] for u in taken) == passes
 
 
-class Cast(nn.Module):
+def cast(net: Any, x: Tensor) -> Tensor:
     """Weights that are cast, made contiguous and looked at in every call, as many networks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = nn.functional.linear(x, self.a.weight.to(x.dtype), self.a.bias.type_as(x))
-        z = nn.functional.layer_norm(z, (6,), self.norm.weight.contiguous(), self.norm.bias)
-        self.penalty = self.a.weight.pow(2).sum()
-        return self.head(torch.tanh(z)) + 0.0 * sum(p.sum() for p in self.parameters())
+    z = nn.functional.linear(x, net.a.weight.to(x.dtype), net.a.bias.type_as(x))
+    z = nn.functional.layer_norm(z, (6,), net.norm.weight.contiguous(), net.norm.bias)
+    net.penalty = net.a.weight.pow(2).sum()
+    return net.head(torch.tanh(z)) + 0.0 * sum(p.sum() for p in net.parameters())
 
 
 @pytest.mark.parametrize("method", [None, lw.KFAC()], ids=str)
 def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model, x = Cast().double().eval(), normal(8, 4)
+    model, x = Net(cast, a=nn.Linear(4, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)).double().eval(), normal(8, 4)
     loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3))]
     posterior = lw.fit(model, loader, *([method] if method else []), prior_precision=1.0)
     tangent = posterior.tangent
@@ -303,7 +296,6 @@ def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, t
 
 
 def test_half_precision_is_no_false_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Sigmoid())]
     model, x = nn.Sequential(*layers, nn.Linear(8, 3)), normal(64, 8).float()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -332,7 +324,6 @@ def twice(net: Any, x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "frozen layer", "frozen head"])
 def test_edges_of_samples_taken_one_by_one(together: Callable[..., Tensor], outputs: int, case: str) -> None:
     """Many outputs, a module called twice, half precision and frozen layers: the rows are those of samples alone."""
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float64
     model = two_layers(together, outputs).to(dtype).eval()
     if "frozen" in case:

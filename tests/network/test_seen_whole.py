@@ -90,7 +90,6 @@ def forces(net: Any, x: Tensor, wanted: Tensor) -> Tensor:
 
 
 def test_gradients_within_the_network_are_seen_although_masked() -> None:
-    torch.manual_seed(0)
     model = Net(forces, first=nn.Linear(3, 5), head=nn.Linear(5, 1)).double().eval()
     x, wanted = torch.randn(6, 3).double(), torch.zeros(6, 1).double()
     wanted[4:] = 1
@@ -138,7 +137,6 @@ class Frozen(nn.Module):
     + [("same", EVERY)],
 )
 def test_frozen_parameters_that_take_no_gradients(how: str, params: lw.tangent.Predicate) -> None:
-    torch.manual_seed(0)
     model, x = Frozen(how).double().eval(), torch.randn(6, 4).double()
     model.mask.data, model.table.data = model.mask.data.bool(), model.table.data.to(torch.int8)
     tangent = Tangent.survey(model, x, params)
@@ -158,7 +156,6 @@ def test_frozen_parameters_that_take_no_gradients(how: str, params: lw.tangent.P
 
 def test_inputs_made_by_the_network_itself_are_inputs() -> None:
     """A rollout, or inputs moved along the network's own gradient: what made them does not count."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
     x = torch.randn(6, 3).double()
     posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), prior_precision=1.0)
@@ -177,7 +174,6 @@ def test_a_network_that_uses_forward_mode_itself() -> None:
             found = torch.tanh(net.first(forward_ad.make_dual(x, torch.ones_like(x))))
             return net.head(forward_ad.unpack_dual(found).tangent)
 
-    torch.manual_seed(0)
     model = Net(sloped, first=nn.Linear(3, 5), head=nn.Linear(5, 2)).double().eval()
     x = torch.randn(6, 3).double()
     posterior = lw.fit(model, [(x, torch.arange(6) % 2)], lw.Full(), params=lw.everything, prior_precision=1.0)

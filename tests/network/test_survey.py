@@ -164,7 +164,6 @@ def test_joint_covariances_and_draws_stay_within_twice_the_budget(name: str, met
 
 
 def test_joint_covariances_by_chunks_as_long_as_what_samples_share() -> None:
-    torch.manual_seed(0)
     shifted = lambda net, x, shared: net.head(torch.tanh(net.first(x) + shared.mean()))  # noqa: E731
     model = Net(shifted, first=nn.Linear(4, 6), head=nn.Linear(6, 3)).double().eval()
     batch = {"x": torch.randn(23, 4).double(), "shared": torch.randn(5, 4).double()}
@@ -236,7 +235,6 @@ def test_coverage_names_every_parameter_once_and_says_why_not(name: str) -> None
 
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.ELLA(rank=4, rows=12)], ids=str)
 def test_a_trunk_without_gradients_has_none(method: lw.Method, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     without = torch.no_grad()(lambda net, x: net.trunk(x).relu())
     model = Net(lambda net, x: net.head(without(net, x)), trunk=nn.Linear(4, 5), head=nn.Linear(5, 3)).double().eval()
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -264,7 +262,6 @@ def weighed(net: Any, x: Tensor) -> Tensor:
 
 
 def test_layers_that_are_not_treated_keep_nothing() -> None:
-    torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.LayerNorm(32), nn.Tanh())]
     model, x = nn.Sequential(*layers, nn.Linear(32, 3)).eval(), torch.randn(64, 32)
     tangent = Tangent.survey(model, x, lw.last_layer)
@@ -277,7 +274,6 @@ def test_layers_that_are_not_treated_keep_nothing() -> None:
 
 @pytest.mark.parametrize("names", ["first.*", "weight", "scale", "head.*", "*"])
 def test_weights_that_are_not_treated_are_constants(names: str) -> None:
-    torch.manual_seed(0)
     parts = {"weight": nn.Parameter(torch.randn(5, 6)), "scale": nn.Parameter(torch.ones(5))}
     model = Net(weighed, **parts, first=nn.Linear(4, 6), head=nn.Linear(5, 3)).double().eval()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
@@ -294,7 +290,6 @@ def test_weights_that_are_not_treated_are_constants(names: str) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("method", [lw.Full(), lw.KFAC()], ids=str)
 def test_a_parameter_without_dimensions(method: lw.Method) -> None:
-    torch.manual_seed(0)
     parts = {"head": nn.Linear(4, 3), "temperature": nn.Parameter(torch.tensor(1.3))}
     model = Net(lambda net, x: net.head(x) * net.temperature, **parts).double().eval()
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -437,7 +432,6 @@ def test_hooks_on_activations_do_not_change_the_derivative() -> None:
             hidden.register_hook(lambda g: g.clamp(-0.1, 0.1))
         return net.head(hidden)
 
-    torch.manual_seed(0)
     parts = {"first": nn.Linear(4, 5), "head": nn.Linear(5, 2), "scale": nn.Parameter(torch.tensor(2.0))}
     model, x = Net(clipping, **parts).double().eval(), torch.randn(6, 4).double()
     rows = Tangent.survey(model, x, EVERY).record(x).rows()
@@ -448,7 +442,6 @@ def test_hooks_on_activations_do_not_change_the_derivative() -> None:
 def test_a_shared_input_as_long_as_a_later_batch_is_refused_for_covered_parameters_too() -> None:
     """Chunks would cut it; the loader's last batch may be as long."""
 
-    torch.manual_seed(0)
     anchored = lambda net, x, anchors: net.head(torch.tanh(x + anchors.reshape(-1, 4).mean(0)))  # noqa: E731
     model = Net(anchored, head=nn.Linear(4, 2)).double().eval()
     x, anchors = torch.randn(7, 4).double(), torch.randn(5, 4).double()
@@ -474,7 +467,6 @@ def test_a_family_that_is_wrong_is_found_out_by_autograd(fault: str, monkeypatch
         def jacobian(self, g: Tensor | None, *args: Any) -> BlockJacobian:
             return super().jacobian(-g if g is not None and fault == "gradients" else g, *args)
 
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval(), torch.randn(6, 4).double()
     monkeypatch.setitem(READERS, F.linear, lambda args, kwargs, watched: Wrong(*args))
     tangent = Tangent.survey(model, x, EVERY)

@@ -219,7 +219,6 @@ def test_inference_mode_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("within", [nn.BatchNorm1d(6), nn.Dropout(0.5)], ids=["norm", "dropout"])
 def test_streamlined_leaves_modes_that_differ_within_a_network(within: nn.Module) -> None:
     """A container made around a trained backbone says `training`, its layers do not."""
-    torch.manual_seed(0)
     x, y = torch.randn(8, 4), torch.arange(8) % 3
     if isinstance(within, nn.BatchNorm1d):
         within(3 * torch.randn(50, 6) + 2)  # running statistics that matter
@@ -272,7 +271,6 @@ def contents(model: Keeping) -> list[Any]:
 @pytest.mark.parametrize("ran", [False, True])
 def test_what_a_network_keeps_is_put_back(ran: bool) -> None:
     """With hooks and buffers; a table that the user's own call made stays, and is a constant."""
-    torch.manual_seed(0)
     model, x = Keeping().double().eval(), torch.randn(8, 4, dtype=torch.float64)
     expected = copy.deepcopy(model)(x)["logits"].detach()
     if ran:
@@ -306,7 +304,6 @@ def test_gradients_of_our_passes_are_not_shown_to_hooks_of_the_network() -> None
             hidden.register_hook(net.gradients.append)
         return net.head(torch.relu(hidden).flatten(1))
 
-    torch.manual_seed(0)
     model, x = Net(mapped, conv=nn.Conv2d(1, 2, 3), head=nn.Linear(8, 3), gradients=[]).eval(), torch.randn(6, 1, 4, 4)
     posterior = lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), params=EVERY, prior_precision=1.0)
     posterior.latent(x)

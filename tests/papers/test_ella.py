@@ -111,7 +111,6 @@ def test_the_exact_covariance_of_figure_2_is_that_of_full_laplace(task):
 
 
 def test_draws_choose_the_prior_precision_of_the_lowest_nll():
-    torch.manual_seed(0)
     outputs, features = 4 * torch.randn(80, 5), 2 * torch.randn(80, 5, 3)
     labels = (outputs + 3 * torch.randn(80, 5)).argmax(1)
     part = {"outputs": outputs, "features": features}

@@ -72,7 +72,6 @@ def test_the_rate_warms_up_and_decays():
 
 @pytest.mark.parametrize("noise", [0.5, None], ids=["targets", "classes"])
 def test_rows_to_beat_of_a_small_network(noise):
-    torch.manual_seed(0)
     model = nn.Linear(3, 2 if noise is None else 1).double().eval()
     x = torch.randn(40, 3).double()
     out = model(x).detach()

@@ -81,7 +81,6 @@ def differentiated(optimiser, loss):
 
 class TestIVON:
     def test_one_step_is_the_algorithm(self):
-        torch.manual_seed(0)
         model = nn.Linear(2, 1).double()
         x, y = torch.randn(8, 2).double(), torch.randn(8, 1).double()
         start = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -102,7 +101,6 @@ class TestIVON:
 
 def test_an_mlp_task_scores_its_posteriors():
     """The whole chain on drawn images: training, Laplace, IVON, ways with factors, rotations."""
-    torch.manual_seed(0)
     x = torch.rand(400, 1, 28, 28)
     y = (x[:, 0, :14].mean((1, 2)) > x[:, 0, 14:].mean((1, 2))).long()
     cut = list(zip(x.split(100), y.split(100), strict=True))
@@ -141,7 +139,6 @@ def test_nearness_of_a_linear_network(monkeypatch):
 
 def test_one_noise_variance_against_its_formula():
     """NLPD of `N(f, σ²)` with σ² the mean squared residual of the validation rows, written out."""
-    torch.manual_seed(0)
     parts = [(torch.randn(n, 2), torch.randn(n, 1)) for n in (30, 300, 25)]
     model = nn.Linear(2, 1).eval()
     table = data.Table("a table", *parts, 1.0, "1")

@@ -260,7 +260,6 @@ def test_refusals() -> None:
 
 def test_influence_multiplies_each_row_by_two_vectors_and_not_by_its_outputs() -> None:
     """All pairs of 10 outputs of 30 rows and 30 inputs would be 2 · 300² products for each of the 2 874 weights."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 10)).eval()
     x, y = torch.randn(30, 40), torch.arange(30) % 10
     posterior = lw.fit(model, (x, y), lw.KFAC(), prior_precision=1.0)

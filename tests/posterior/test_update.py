@@ -90,7 +90,6 @@ def test_tuned_numbers_are_kept_unless_they_are_tuned_again() -> None:
 
 
 def test_a_regression_at_a_temperature() -> None:
-    torch.manual_seed(0)
     x, y = torch.randn(30, 3), torch.randn(30, 1)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double().eval()
     options: Any = {"likelihood": lw.Gaussian(0.3), "prior_precision": 1.0, "temperature": 2.0}

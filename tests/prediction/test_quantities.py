@@ -215,7 +215,6 @@ def test_a_row_has_one_noise_in_all_calls(kind: str, positions: bool) -> None:
 
 
 def test_rows_are_the_same_if_all_their_inputs_are_equal() -> None:
-    torch.manual_seed(0)
     model, (x, y), t = two_inputs(), data(), torch.randn(12, 1, dtype=F64)
     posterior = lw.fit(model, ((x, t), y), lw.KFAC(), likelihood=lw.Gaussian(0.1))
     same, other = (
@@ -257,7 +256,6 @@ def two_inputs() -> nn.Module:
 
 
 def test_several_inputs_and_buffers() -> None:
-    torch.manual_seed(0)
     model, (x, y), t = two_inputs(), data(), torch.randn(12, 1, dtype=F64)
     posterior = lw.fit(model, ((x, t), y), lw.KFAC(), likelihood=lw.Gaussian(0.1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -268,7 +266,6 @@ def test_several_inputs_and_buffers() -> None:
 
 
 def test_outputs_with_positions_have_their_own_shape() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, padding=1)).double().eval()
     x = torch.randn(4, 1, 3, 4, dtype=F64)
     posterior = lw.fit(model, (x, torch.randn(4, 2, 3, 4, dtype=F64)), lw.KFAC(), likelihood=lw.Gaussian(0.3))

@@ -95,7 +95,6 @@ def test_a_fitted_way_belongs_to_its_posterior_which_may_come_from_a_file(
 
 def test_the_covariance_of_a_last_layer_with_correlated_inputs() -> None:
     """`W diag(√v) R diag(√v) Wᵀ` at the inputs' noise v, by hand; the trained weights of the layer are certain."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double().eval()
     factor = torch.randn(4, 2).double()
     rest = 0.5 * torch.rand(4).double()

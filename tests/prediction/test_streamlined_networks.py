@@ -138,7 +138,6 @@ def test_own_forward_with_functional_operations():
         h = h + F.relu(net.b(h)).clamp(max=2.0)
         return F.normalize(h, dim=-1) @ net.weight
 
-    torch.manual_seed(0)
     parts = {"a": nn.Linear(4, 6), "b": nn.Linear(6, 6), "weight": nn.Parameter(torch.randn(6, 2))}
     model = Net(own, **parts).double().eval()
     x = (torch.randn(5, 4, dtype=F64), torch.rand(5, 1, dtype=F64))
@@ -165,7 +164,6 @@ def steered(net, x, scale):
 @pytest.mark.parametrize("positions", ["correlated", "independent"])
 def test_weights_that_the_inputs_scale(positions):
     """The variances of a first batch's weights were kept for later batches."""
-    torch.manual_seed(0)
     weights = {"kernel": nn.Parameter(torch.randn(2, 2, 3, 3)), "matrix": nn.Parameter(torch.randn(3, 8))}
     model = Net(steered, first=nn.Conv2d(1, 2, 3), **weights).double().eval()
     x, scale = torch.randn(4, 1, 6, 6, dtype=F64), torch.ones(4, dtype=F64)

@@ -17,6 +17,7 @@ from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.uncertain import prepared
 from tests.prediction.streamlined_oracle import F64, propagate
 from tests.prediction.test_streamlined_networks import covariance_of
+from tests.zoo_modules import Net
 
 # ---- attention
 
@@ -172,18 +173,12 @@ def test_matched_smooth_activations_equal_fine_quadrature(kind):
 # ---- branches
 
 
-class Residual(nn.Module):
-    def __init__(self, width=5):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
+def branch():
+    return Net(lambda net, x: x + net.down(torch.tanh(net.up(x))), up=nn.Linear(5, 10), down=nn.Linear(10, 5))
 
 
 def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
-    torch.manual_seed(0)
-    blocks = [Residual() for _ in range(3)]
+    blocks = [branch() for _ in range(3)]
     with torch.no_grad():
         for block in blocks:  # branches that point along the shortcut, as identity-like blocks do
             block.down.weight.copy_(block.up.weight.T)
@@ -207,7 +202,6 @@ def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_variances_that_overflow_are_refused(covariance):
     """The posterior is so wide that the products of ten layers overflow float32."""
-    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)]).eval()
     x = torch.randn(4, 8)
     posterior = lw.fit(model, [(x, x)], lw.Diagonal(), likelihood=lw.Gaussian(1e9), prior_precision=1e-6)

@@ -55,7 +55,6 @@ def mean_of_pixels():
 )
 def test_mean_over_the_positions_of_one_layer_is_exact(layer, positive, kind):
     """Where positions move together at all: with inputs of both signs ρ may have to be negative, and is 0."""
-    torch.manual_seed(0)
     model = nn.Sequential(*layer()).double().eval()
     if kind == "dense block" and getattr(model[0], "groups", 1) > 1:
         pytest.skip("refused by name")
@@ -250,7 +249,6 @@ def test_equal_positions_stay_one_in_gates_and_quotients(function):
 
 
 def test_differentiable_in_inputs_where_variances_are_zero():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Conv2d(2, 2, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     x = torch.randn(2, 1, 5, 5, dtype=F64)
     model = model.double().eval()
@@ -280,7 +278,6 @@ def images():
 @pytest.mark.parametrize("samples", [1, 3])
 def test_order_of_images_in_memory_does_not_matter(samples):
     """Convolutions in float32 on a CPU put the channels last; those in float64 do not."""
-    torch.manual_seed(0)
     model, x, latents = images(), torch.randn(3, 1, 16, 16), []
     for dtype in (torch.float32, F64):
         model, x = model.to(dtype), x.to(dtype)
@@ -300,7 +297,6 @@ def over_tokens(net, tokens):
 @pytest.mark.quick(2)
 def test_texts_of_another_length_have_their_own_means_over_positions():
     """The means over positions of a first batch's length were kept for other lengths."""
-    torch.manual_seed(0)
     first, second = nn.Conv1d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1)
     model = Net(over_tokens, table=nn.Embedding(9, 3), first=first, second=second, head=nn.Linear(4, 3)).double().eval()
     long, short = torch.randint(9, (4, 7)), torch.randint(9, (4, 3))

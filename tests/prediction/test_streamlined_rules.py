@@ -15,6 +15,7 @@ from lapwing.prediction.streamlined import Streamlined
 from lapwing.prediction.uncertain import Uncertain, prepared
 from tests.prediction.streamlined_oracle import F64, KINDS, Function, build, jacobians, propagate
 from tests.quick import others_slow
+from tests.zoo_modules import Net
 
 
 def through(operation: nn.Module, x: Tensor, v: Tensor, **options):
@@ -200,13 +201,8 @@ def cut(blocks, flat):
     return dict(zip([b.name for b in blocks], flat.split([b.size for b in blocks]), strict=True))
 
 
-class Affine(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
-
-    def forward(self, x):
-        return x * self.scale + self.shift
+def affine():
+    return Net(lambda net, x: x * net.scale + net.shift, **{n: nn.Parameter(torch.rand(4)) for n in ("scale", "shift")})
 
 
 LAYERS = {
@@ -222,7 +218,7 @@ LAYERS = {
     "grouped transposed": (
         lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=(1, 2), dilation=2, groups=2), (4, 3, 2)
     ),
-    "scale and shift": (Affine, (4,)),
+    "scale and shift": (affine, (4,)),
 }  # fmt: skip
 TREATED = [
     *((name, "kronecker", "*") for name in LAYERS if name != "scale and shift"),

@@ -21,6 +21,7 @@ from lapwing.prediction.streamlined.graph import read
 from lapwing.prediction.streamlined.operations import OPERATIONS, Kind
 from lapwing.prediction.streamlined.schedule import schedule
 from lapwing.tangent import Tangent
+from tests.zoo_modules import Net
 
 aten = torch.ops.aten
 CONSTANT = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
@@ -57,19 +58,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-class Applied(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(4, 6), nn.Linear(6, 2), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self.first(x)))
-
-
 @cache
 def fused_of(function: Callable[[Tensor], Tensor]) -> tuple[Fused, dict[str, Any]]:
     """Returns the function as the schedule groups it, and its arguments."""
-    model, x = Applied(function).double().eval(), torch.randn(5, 4, dtype=torch.float64)
+    applied = Net(lambda net, x: net.last(function(net.first(x))), first=nn.Linear(4, 6), last=nn.Linear(6, 2))
+    model, x = applied.double().eval(), torch.randn(5, 4, dtype=torch.float64)
     tangent = Tangent.survey(model, x, lw.everything)
     graph = read(tangent, Inputs(x))
     steps = schedule(graph, frozenset(graph.parameters), frozenset(), "values").steps

@@ -171,7 +171,6 @@ JOINT = lw.Joint({"a": lw.Categorical(), "b": lw.Gaussian()}, {"a": slice(0, 2),
 )
 def test_the_line_of_a_warning_is_accepted(likelihood, given, caplog):
     """A link that no tuning accepts is refused without advice to tune for it."""
-    torch.manual_seed(0)
     model, x, real = nn.Linear(3, 3).eval(), torch.randn(60, 3), torch.randn(60, 3)
     targets = {
         "bernoulli": (real > 0).float(),

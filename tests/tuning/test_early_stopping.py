@@ -170,7 +170,6 @@ def test_without_a_fall_all_n_are_compared():
 
 def test_few_held_out_rows_take_the_best_n_in_the_mean_at_the_ratio_of_the_training_data():
     """δσ² is that of the training data, and one row that another n fits best does not choose n."""
-    torch.manual_seed(0)
     x = torch.randn(60, 3)
     y = x[:, :1].sin() + 0.3 * torch.randn(60, 1)
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 1))

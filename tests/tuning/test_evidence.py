@@ -293,7 +293,6 @@ def test_a_fit_that_trains_no_copy_does_not_import_the_compiler():
 @pytest.mark.parametrize("tune", [lw.Evidence(), lw.Evidence(per_layer=True), lw.BoundedEvidence()], ids=str)
 def test_units_of_the_targets_do_not_matter(tune, unit, caplog):
     """Dollars or thousands of dollars: δ scales with the inverse square, σ² with the square, and coverage stays."""
-    torch.manual_seed(0)
     x = torch.randn(200, 3)
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.5 * torch.randn(200, 1)
     found = []

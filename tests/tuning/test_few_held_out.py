@@ -86,6 +86,3 @@ def test_few_residuals_that_are_small_by_chance_do_not_decide_the_noise(tuning):
     residuals = float((y - x[:, :1])[picked].square().mean())
     width = float(posterior.predict(x[picked]).variance.mean())  # draws choose another σ², with more spread
     assert width / residuals == pytest.approx((0.25 / residuals) ** (1 / 11), rel=0.2)
-
-
-"""Name of the table, and the column that is the target instead of the class."""

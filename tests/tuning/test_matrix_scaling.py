@@ -213,7 +213,6 @@ def test_compare_has_a_row_of_the_network_with_a_map(calibrated: lw.Posterior) -
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_each_sigmoid_has_an_affine_map_of_its_own_logit(outputs: int) -> None:
-    torch.manual_seed(0)
     model = nn.Linear(4, outputs).double().eval()
     y = torch.bernoulli((3 * model(X).detach() + 2).sigmoid(), generator=torch.Generator().manual_seed(0)).bool()
     held_out = (X[60:], y[60:])
@@ -230,7 +229,6 @@ def test_each_sigmoid_has_an_affine_map_of_its_own_logit(outputs: int) -> None:
 
 
 def test_positions_are_mapped_one_by_one() -> None:
-    torch.manual_seed(0)
     model, x = nn.Linear(4, 3).double().eval(), X[:40].reshape(10, 4, 4)
     y = Y[:40].reshape(10, 4)
     whole = mapped(lw.fit(model, (x, y), prior_precision=1.0)).predict(x)

@@ -91,7 +91,6 @@ def test_open_noise_is_chosen_on_held_out_data_too(method, prior):
 @pytest.mark.parametrize("dtype", others_slow([torch.float32, torch.bfloat16], [torch.float32]))
 def test_an_underconfident_network_is_sharpened(classes, dtype, caplog):
     """T is that of temperature scaling, beside a spread that hardly changes predictions; others keep T >= 1."""
-    torch.manual_seed(0)
     x, model = torch.randn(400, 3, dtype=dtype), torch.nn.Linear(3, classes).to(dtype).eval()
     with torch.no_grad():
         model.weight.mul_(6.0)
@@ -116,7 +115,6 @@ def test_an_underconfident_network_is_sharpened(classes, dtype, caplog):
 
 def test_no_uncertainty_of_the_weights_is_said_with_the_call_for_a_map(caplog):
     """Labels that follow the network exactly, so any spread costs: the mutual information is rounding noise."""
-    torch.manual_seed(0)
     x, model = torch.randn(1000, 3), torch.nn.Linear(3, 2).eval()
     y = torch.distributions.Categorical(logits=model(x)).sample()
     posterior = lw.fit(model, (x[:10], y[:10]), lw.KFAC(), tune=lw.Validation((x[10:], y[10:]), decades=(5.0, 9.0)))
@@ -243,7 +241,6 @@ def test_a_regression_keeps_the_product_of_its_training_data(monkeypatch):
 
 def test_a_regression_that_interpolates_gets_its_width():
     """The mean squared training residual, 0, says nothing of the noise: the search starts at held-out residuals."""
-    torch.manual_seed(0)
     x = torch.randn(200, 10, dtype=torch.float64)
     y = x[:, :1] + 0.5 * torch.randn(200, 1, dtype=torch.float64)
     model = torch.nn.Linear(10, 1).double().eval()
@@ -292,6 +289,8 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     assert warm.prior_precision == 5.0
     check_way(plain, warm, x, lw.Linearized())
     check_way(plain, warm, x, lw.MonteCarlo(200))
+    check_way(plain, warm, x, lw.Streamlined())
+    torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
     joint = warm.likelihood.predict(warm.latent(x, joint=True))
     torch.testing.assert_close(joint.probs, warm.predict(x).probs)
     warm.save(tmp_path / "warm.safetensors")
@@ -300,14 +299,6 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     torch.testing.assert_close(again.predict(x).probs, warm.predict(x).probs)
     alone = [lw.compare({"posterior": one}, held_out, repeats=1)["network"]["NLL"] for one in (plain, warm)]
     assert alone[0] == alone[1]
-
-
-@pytest.mark.slow
-def test_streamlined_and_deployed_networks_follow_the_temperature():
-    _, plain, warm, held_out = last_layers()
-    x, _ = held_out[0]
-    check_way(plain, warm, x, lw.Streamlined())
-    torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
 
 
 def test_a_likelihood_names_its_temperature():
@@ -399,7 +390,6 @@ def test_a_shift_of_the_logits_is_seen(likelihood, caplog):
 
 @pytest.mark.parametrize("method", [None, lw.Full()])
 def test_held_out_rows_show_the_noise_of_each_output(method, caplog):
-    torch.manual_seed(0)
     std = torch.tensor([0.12, 0.15, 0.2]).repeat(2)  # ratios above 4 are in the curvature too: test_noise_ratios.py
     x, model = torch.randn(700, 3), torch.nn.Linear(3, 6).eval()
     every, equal = (model(x).detach() + noise * torch.randn(700, 6) for noise in (std, 0.2))
@@ -427,7 +417,6 @@ def test_held_out_rows_show_the_noise_of_each_output(method, caplog):
     ("method", "params"), [(None, None), (lw.KFAC(), lw.everything), (lw.KFAC(), None)], ids=["full", "kfac", "last"]
 )
 def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, params, shape, tmp_path):
-    torch.manual_seed(0)
     std = torch.tensor([0.21, 0.23, 0.26, 0.31, 0.36, 0.4])  # flat outputs have ratios above 4 in the curvature too
     x = torch.randn(500, 3, dtype=torch.float64)
     flat = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).double().eval()
@@ -467,7 +456,6 @@ def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, 
 @pytest.mark.parametrize(("method", "dtype"), [(None, torch.float32), (lw.KFAC(), torch.bfloat16)], ids=str)
 def test_forecasts_of_either_shape_from_a_loader_that_fills_the_same_tensors(method, dtype):
     """Targets (B, 6) of a list and (B, 6, 1) behind a frozen layer give the same widths, also for one sample."""
-    torch.manual_seed(0)
     x = torch.randn(118, 3).to(dtype)
     rows = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).to(dtype).eval()
     rows[0].requires_grad_(False)
@@ -483,7 +471,6 @@ def test_forecasts_of_either_shape_from_a_loader_that_fills_the_same_tensors(met
 
 
 def test_a_number_of_positions_that_varies_keeps_one_noise_for_each_output():
-    torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 2).eval(), torch.randn(300, 6, 3)
     y = model(x).detach() + torch.tensor([0.1, 0.18]) * torch.randn(300, 6, 2)
     held_out = [(x[100:200], y[100:200]), (x[200:, :4], y[200:, :4])]

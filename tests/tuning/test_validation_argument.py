@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import lapwing as lw
+from tests.zoo_modules import Net
 
 pandas = pytest.importorskip("pandas")
 
@@ -113,7 +114,6 @@ def test_samples_that_are_equal_by_chance_are_no_training_samples(values, caplog
 
 
 def test_held_out_labels_of_positions_are_looked_at_too():
-    torch.manual_seed(0)
     model = torch.nn.Conv2d(2, 3, 1).eval()
     x, y = torch.randn(8, 2, 4, 5), torch.randint(3, (8, 4, 5))
     loader = [(x[:5], y[:5])]
@@ -143,17 +143,9 @@ def test_held_out_data_leave_a_classifier_its_cheap_posterior():
 
 
 def test_held_out_data_and_checkpoints_with_a_sparse_matrix_that_all_samples_share(tmp_path):
-    class Mixing(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = torch.nn.Linear(37, 3)
-
-        def forward(self, x, matrix):
-            return self.head((matrix @ x.mT).mT)
-
-    torch.manual_seed(0)
     x, y, matrix = torch.randn(60, 37), torch.arange(60) % 3, torch.eye(37).to_sparse()
     training, held_out = [((x[:37], matrix), y[:37])], [((x[37:], matrix), y[37:])]  # as many samples as rows
-    posterior = lw.fit(Mixing().eval(), training, validation=held_out, checkpoint=tmp_path / "fit")
+    model = Net(lambda net, x, matrix: net.head((matrix @ x.mT).mT), head=torch.nn.Linear(37, 3)).eval()
+    posterior = lw.fit(model, training, validation=held_out, checkpoint=tmp_path / "fit")
     assert posterior.samples == 37
     assert posterior.predict((x[:37], matrix)).probs.shape == (37, 3)
