@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lapwing as lw
 from papers.common.measure import fastest
-from papers.common.networks import BasicBlock, ResNet20, vit
+from papers.common.networks import BasicBlock, Logits, ResNet20, vit
 from papers.common.tables import grid
 from papers.streamlined.transformers import gpt2
 
@@ -77,17 +77,7 @@ def cnn() -> tuple[nn.Module, Tensor, int]:
 
 def texts() -> tuple[nn.Module, Tensor, int]:
     """GPT-2 of four blocks of width 96 on texts of 16 tokens."""
-    model = gpt2(words=200, length=16)
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.model(tokens).logits
-
-    return Logits(), torch.randint(2, 200, (50, 16)), 2
+    return Logits(gpt2(words=200, length=16)), torch.randint(2, 200, (50, 16)), 2
 
 
 def resnet18() -> tuple[nn.Module, Tensor, int]:

@@ -614,20 +614,8 @@ def gains_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     return grid(["NLL of one noise variance", *columns], lines, right=True)
 
 
-def coverage_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
-    """Returns the coverage of 90 % intervals in per cent, and in brackets of each quarter, the narrowest first."""
-    names = [name for name in TABLES if any(name in of for of in found.values())]
-    lines = {name: [_covers(of[name]) if name in of else "" for of in found.values()] for name in names}
-    return grid(list(found), lines, right=True)
-
-
-def _covers(rows: Seeds) -> str:
-    quarters = " ".join(f"{100 * part:.0f}" for part in mean_quarters(rows))
-    return f"{100 * mean_coverage(rows):.0f}" + (f" ({quarters})" if quarters else "")
-
-
 def tables(results: Mapping[str, Row]) -> dict[str, str]:
-    """Returns medians over tables, short, in full and for the README; and gains and coverage of each table."""
+    """Returns medians over tables, short, in full and for the README; and gains of each table."""
     found = collected(results)
     return {"summary": summary(found), "README": readme(found), "medians": medians(found),
-            "gains": gains_by_table(found), "coverage": coverage_by_table(found)}  # fmt: skip
+            "gains": gains_by_table(found)}  # fmt: skip
