@@ -25,7 +25,7 @@ from benchmarks.cost import mlp
 from lapwing.prediction.streamlined.graph import execute, read
 from lapwing.prediction.streamlined.schedule import schedule
 from papers.common.measure import fastest
-from papers.common.networks import ResNet20, vit
+from papers.common.networks import ResNet20, logits_vit
 
 SEED = 0
 WAY = lw.Streamlined(positions="independent")
@@ -34,7 +34,7 @@ WAY = lw.Streamlined(positions="independent")
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
     "mlp": (mlp, (784,), ("4.*",)),
     "resnet20": (lambda: ResNet20().eval(), (3, 32, 32), ("layer3.2.*", "linear.*")),
-    "vit": (vit, (3, 32, 32), ("*layers.3.*", "*classifier.*")),
+    "vit": (logits_vit, (3, 32, 32), ("*layers.3.*", "*classifier.*")),
 }
 """Name -> what makes it, the shape of a sample, the patterns of its last block."""
 

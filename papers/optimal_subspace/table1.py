@@ -14,7 +14,7 @@ from papers.common import drawing
 from papers.common.data import Part, batched, rows_and_targets
 from papers.common.networks import mlp
 from papers.common.results import Rows
-from papers.common.scores import averaged
+from papers.common.scores import paired
 from papers.common.training import kept, seeded, train
 from papers.optimal_subspace.comparison import LABELS, Task, compare_subspaces, curves, swag_from, table
 from papers.optimal_subspace.figure8 import gaussian_nll
@@ -151,12 +151,12 @@ def tasks_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(runs: Mapping[str, Any], part: str = "λ = 1", base: str = "network") -> dict[str, Any]:
     """Returns the NLL of each way minus the NLL of `base` with the same seed, table -> way -> s -> mean and error."""
-    found: dict[str, list[Any]] = {}
-    for run, rows in runs.items():
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, Any]:
         ways = {way: of for way, of in rows[part].items() if isinstance(of, Mapping)}
-        start = ways[base]["nll"]
-        found.setdefault(run.partition(",")[0], []).append({way: _minus(of, start) for way, of in ways.items()})
-    return {name: averaged(of) for name, of in found.items()}
+        return {way: _minus(of, ways[base]["nll"]) for way, of in ways.items()}
+
+    return paired(runs, gained)
 
 
 def _minus(found: Mapping[str, Any], start: float) -> dict[str, Any]:

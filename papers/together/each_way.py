@@ -8,7 +8,7 @@ from typing import Any
 
 import lapwing as lw
 from papers.common.results import Rows, once
-from papers.common.scores import averaged
+from papers.common.scores import paired
 from papers.common.tables import grid, shown
 from papers.together import comparison, methods, tasks
 from papers.together.comparison import BASE, FACTS
@@ -76,16 +76,16 @@ def options(task: Task) -> dict[str, Any]:
 
 def differences(runs: Mapping[str, Mapping[str, Any]], part: str) -> dict[str, Any]:
     """Returns by task, method and way how much lower the NLL is by the choice for the way, paired by seed."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for run, rows in runs.items():
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, float]:
         pairs = {
             f"{method}, {way}": [rows.get(label(method, way, choice), {}).get(part) for choice in CHOSEN]
             for method in METHODS
             for way in OTHER_WAYS
         }
-        gained = {name: a["nll"] - b["nll"] for name, (a, b) in pairs.items() if a and b}
-        found.setdefault(run.partition(",")[0], []).append(gained)
-    return {name: averaged(seeds) for name, seeds in found.items()}
+        return {name: a["nll"] - b["nll"] for name, (a, b) in pairs.items() if a and b}
+
+    return paired(runs, gained)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -141,15 +141,17 @@ class TableTask:
 
         That best one, which no honest procedure finds, is the mean squared residual of the test rows themselves.
         """
+        parts = {"MAP": self.data.train, "MAP, noise tuned": joined(self.val), "MAP, noise of the test rows": self.test}
+        rmse = self.data.scale * float(self.errors(self.test).mean().sqrt())
+        return {name: self.network_row(part) for name, part in parts.items()} | {"rmse": rmse}
+
+    def network_row(self, rows: Part) -> dict[str, Any]:
+        """Returns the scores of the network with the mean squared residual of some rows as noise variance."""
         x, y = self.test
         with torch.no_grad():
             mean = torch.cat([self.model(part) for part in x.split(500)])
-        zero = torch.zeros_like(mean)
-        parts = {"MAP": self.data.train, "MAP, noise tuned": joined(self.val), "MAP, noise of the test rows": self.test}
-        return {
-            name: regression_scores(mean, zero, float(self.errors(part).mean()), y, self.data.scale)
-            for name, part in parts.items()
-        } | {"rmse": self.data.scale * float(metrics.rmse(mean, y))}
+        noise = float(self.errors(rows).mean())
+        return regression_scores(mean, torch.zeros_like(mean), noise, y, self.data.scale)
 
     def fit(self, method: lw.Method, params: Any = lw.everything, seed: int = 0, **options: Any) -> lw.Posterior:
         """Fits a method, δ and σ² open, tuned by nothing unless the options say so."""
