@@ -298,18 +298,13 @@ NAMES["same rows"] = "the detector, by the rows of `validation=`"
 def images_table(found: dict[str, Any]) -> str:
     """Returns the table of the twelve comparisons of images, next to the detectors of pytorch-ood."""
     others = results.read(ood_detectors.__file__)
-    lines = {}
-    for score, name in NAMES.items():
-        cells, least = [], 1.0
-        for part, at in IMAGES.values():
-            cells.append(shown(found[part]["rows"][at][score]))
-            least = min(least, *(run[at][score] for run in found[part]["runs"]))
-        lines[name] = [*cells, f"{least:.3f}"]
+    rows = {name: (found, lambda run, at, score=score: run[at][score]) for score, name in NAMES.items()}
     for name in (name for name in others["fashion"]["rows"] if name.startswith("pytorch-ood")):
-        cells, least = [], 1.0
-        for part, at in IMAGES.values():
-            cells.append(shown(others[part]["rows"][name][at]["its own"]))
-            least = min(least, *(run[name][at]["its own"] for run in others[part]["runs"]))
+        rows[name] = others, lambda run, at, name=name: run[name][at]["its own"]
+    lines = {}
+    for name, (of, value) in rows.items():
+        cells = [shown(value(of[part]["rows"], at)) for part, at in IMAGES.values()]
+        least = min(value(run, at) for part, at in IMAGES.values() for run in of[part]["runs"])
         lines[name] = [*cells, f"{least:.3f}"]
     return grid([*IMAGES, "least of twelve"], lines, right=True)
 

@@ -538,54 +538,49 @@ def _cell(values: Sequence[float | None], digits: int, of: Callable[[list[float]
     return f"{of(known):.{digits}f}" if known else ""
 
 
-def medians(found: Mapping[str, Mapping[str, Seeds]]) -> str:
+COLUMNS = {
+    "medians": (
+        "tables", "gain, nats", "least gain", "CRPS", "coverage", "86 to 94 %", "quarters 82 to 97 %", "width",
+        "training, s", "fit, s",
+    ),
+    "summary": ("gain, nats", "coverage", "86 to 94 %", "width", "seconds"),
+}  # fmt: skip
+"""Table of medians -> its columns."""
+
+
+def cells(of: Mapping[str, Seeds], base: Mapping[str, Seeds]) -> dict[str, str]:
+    """Returns column -> medians of a method over tables; "seconds" are of training and fit together."""
+    pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
+    gains, cover = [gain(*pair) for pair in pairs], [mean_coverage(rows) for rows in of.values()]
+    quarters = [part for rows in of.values() if (part := mean_quarters(rows))]
+    even = sum(all(_inside(value, QUARTER_INSIDE) for value in part) for part in quarters)
+    seconds = {
+        column: [fmean(sum(row[key] for key in keys) for row in rows.values()) for rows in of.values()]
+        for column, keys in {"training, s": ["training"], "fit, s": ["fit"], "seconds": ["training", "fit"]}.items()
+    }
+    return {
+        "tables": str(len(of)), "gain, nats": _cell(gains, 3), "least gain": _cell(gains, 3, min),
+        "CRPS": _cell([ratio(*pair, "crps") for pair in pairs], 3), "coverage": f"{100 * median(cover):.1f} %",
+        "86 to 94 %": str(sum(_inside(value, INSIDE) for value in cover)),
+        "quarters 82 to 97 %": f"{even} of {len(quarters)}" if quarters else "",
+        "width": _cell([ratio(*pair, "width") for pair in pairs], 2),
+        **{column: _cell(values, 1) for column, values in seconds.items()},
+    }  # fmt: skip
+
+
+def medians(found: Mapping[str, Mapping[str, Seeds]], columns: Sequence[str]) -> str:
     """Returns a table of medians over tables, a row for each method."""
     base, lines = found.get("one variance", {}), {}
     for method, of in found.items():
-        pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
-        gains = [gain(*pair) for pair in pairs]
-        cover = [mean_coverage(rows) for rows in of.values()]
-        quarters = [part for rows in of.values() if (part := mean_quarters(rows))]
-        even = sum(all(_inside(value, QUARTER_INSIDE) for value in part) for part in quarters)
-        seconds = [[fmean(row[key] for row in rows.values()) for rows in of.values()] for key in ("training", "fit")]
-        lines[METHODS[method][0]] = [
-            str(len(of)), _cell(gains, 3), _cell(gains, 3, min), _cell([ratio(*pair, "crps") for pair in pairs], 3),
-            f"{100 * median(cover):.1f} %", str(sum(_inside(value, INSIDE) for value in cover)),
-            f"{even} of {len(quarters)}" if quarters else "", _cell([ratio(*pair, "width") for pair in pairs], 2),
-            *(_cell(part, 1) for part in seconds),
-        ]  # fmt: skip
-    columns = (
-        "tables", "gain, nats", "least gain", "CRPS", "coverage", "86 to 94 %", "quarters 82 to 97 %", "width",
-        "training, s", "fit, s",
-    )  # fmt: skip
+        row = cells(of, base)
+        lines[METHODS[method][0]] = [row[column] for column in columns]
     return grid(columns, lines, right=True)
 
 
-def summary(found: Mapping[str, Mapping[str, Seeds]]) -> str:
-    """Returns a short table of medians over tables, a row for each method; seconds are of training and fit together."""
-    base, lines = found.get("one variance", {}), {}
-    for method, of in found.items():
-        pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
-        cover = [mean_coverage(rows) for rows in of.values()]
-        seconds = [fmean(row["training"] + row["fit"] for row in rows.values()) for rows in of.values()]
-        lines[METHODS[method][0]] = [
-            _cell([gain(*pair) for pair in pairs], 3), f"{100 * median(cover):.1f} %",
-            str(sum(_inside(value, INSIDE) for value in cover)), _cell([ratio(*pair, "width") for pair in pairs], 2),
-            _cell(seconds, 1),
-        ]  # fmt: skip
-    return grid(["gain, nats", "coverage", "86 to 94 %", "width", "seconds"], lines, right=True)
-
-
 README = (
-    "one variance",
-    "laplace-torch",
-    "ensemble",
-    "conformal quantiles",
-    "lapwing alone",
-    "constant",
-    "lapwing",
+    "one variance", "laplace-torch", "ensemble", "conformal quantiles", "lapwing alone", "constant", "lapwing",
     "lapwing ensemble",
-)
+)  # fmt: skip
 """Rows of the table of the README."""
 
 
@@ -593,10 +588,9 @@ def readme(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     """Returns the table of the README, medians over tables."""
     base, lines = found["one variance"], {}
     for method in (name for name in README if name in found):
-        pairs = [(rows, base.get(name, {})) for name, rows in found[method].items()]
-        inside = sum(_inside(mean_coverage(rows), INSIDE) for rows, _ in pairs)
-        gains, widths = [gain(*pair) for pair in pairs], [ratio(*pair, "width") for pair in pairs]
-        lines[METHODS[method][0]] = [_cell(gains, 2), f"{inside} of {len(pairs)}", _cell(widths, 2)]
+        row = cells(found[method], base)
+        gains = [gain(rows, base.get(name, {})) for name, rows in found[method].items()]
+        lines[METHODS[method][0]] = [_cell(gains, 2), f"{row['86 to 94 %']} of {row['tables']}", row["width"]]
     return grid(["gain, nats", "86 to 94 %", "width"], lines, right=True)
 
 
@@ -617,5 +611,5 @@ def gains_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
 def tables(results: Mapping[str, Row]) -> dict[str, str]:
     """Returns medians over tables, short, in full and for the README; and gains of each table."""
     found = collected(results)
-    return {"summary": summary(found), "README": readme(found), "medians": medians(found),
-            "gains": gains_by_table(found)}  # fmt: skip
+    of_medians = {name: medians(found, columns) for name, columns in COLUMNS.items()}
+    return {**of_medians, "README": readme(found), "gains": gains_by_table(found)}

@@ -13,6 +13,7 @@ from lapwing.evaluation import metrics
 from lapwing.likelihoods import Likelihood
 from papers.common.data import joined
 from papers.common.device import clock
+from papers.common.measure import timed
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.together import methods, tasks
@@ -100,9 +101,7 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
     """Returns the scores of `row`; "gain" is the mean of `base` minus the losses, with its error over test samples."""
     x, y = task.test
     forward = forward_seconds(task, x)
-    start = clock()
-    latent = fit.latent(x, fit.ways[way])
-    spent = clock() - start
+    latent, spent = timed(lambda: fit.latent(x, fit.ways[way]), clock)
     outside = None if task.foreign is None else fit.latent(task.foreign, fit.ways[way])
     a, b = joined(task.val)
     likelihood, factor = methods.best(fit.likelihood, fit.latent(a, fit.ways[way]), b)
@@ -123,13 +122,8 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
 
 def forward_seconds(task: Task, x: Tensor) -> float:
     """Returns seconds (see `clock`) of a plain forward pass of all inputs, the fastest of five."""
-    spent = []
-    for _ in range(5):
-        start = clock()
-        with torch.no_grad():
-            for part in x.split(250):
-                task.model(part)
-        spent.append(clock() - start)
+    with torch.no_grad():
+        spent = [timed(lambda: [task.model(part) for part in x.split(250)], clock)[1] for _ in range(5)]
     return max(min(spent), 1e-6)
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lapwing.evaluation import metrics
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.data import Batches, Part, Table, arrays, batched, joined, random_rows, rows_and_targets, split
+from papers.common.measure import timed
 from papers.common.measures import cqm
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
@@ -156,22 +158,12 @@ class TableTask:
     def fit(self, method: lw.Method, params: Any = lw.everything, seed: int = 0, **options: Any) -> lw.Posterior:
         """Fits a method, δ and σ² open, tuned by nothing unless the options say so."""
         options = {"tune": Untuned(), **options}
-        return lw.fit(
-            self.model,
-            self.train,
-            method,
-            params=params,
-            likelihood=ONE_NOISE,
-            seed=seed,
-            **options,
-        )
+        return lw.fit(self.model, self.train, method, params=params, likelihood=ONE_NOISE, seed=seed, **options)
 
     def score(self, posterior: lw.Posterior) -> dict[str, Any]:
         """Returns a posterior's scores on the test rows, δ, and the seconds of a prediction."""
         x, y = self.test
-        start = time.process_time()
-        parts = [posterior.latent(part) for part in x.split(500)]
-        seconds = time.process_time() - start
+        parts, seconds = timed(lambda: [posterior.latent(part) for part in x.split(500)], time.process_time)
         mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
         noise = posterior.noise_variance
         assert noise is not None
@@ -205,16 +197,12 @@ def tuned_rows(task: TableTask, seed: int, method: lw.Method, params: Any = lw.e
     Returns:
         tuning -> scores, and processor seconds of the fit with its tuning.
     """
-    start = time.process_time()
-    posterior = task.fit(method, params, seed)
-    seconds = time.process_time() - start
+    posterior, seconds = timed(lambda: task.fit(method, params, seed), time.process_time)
     found: dict[str, Any] = {}
     tunings: dict[str, Tuning] = {"evidence": lw.Evidence(), "validation": lw.Validation(task.val)}
     for kind, tuning in tunings.items():
-        start = time.process_time()
-        tuned = tuning.tune(posterior, Training())
-        spent = seconds + time.process_time() - start
-        found[kind] = {**task.score(tuned), "seconds": spent}
+        tuned, spent = timed(partial(tuning.tune, posterior, Training()), time.process_time)
+        found[kind] = {**task.score(tuned), "seconds": seconds + spent}
     return found
 
 
