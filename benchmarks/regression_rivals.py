@@ -2,11 +2,10 @@
 
     python -m venv rivals && rivals/bin/pip install -e .[eval,mapie] laplace-torch ngboost
     rivals/bin/python -m benchmarks regression_rivals --missing --minutes 60       # a later run continues
-    rivals/bin/python -m benchmarks regression_rivals --tables concrete,airfoil --seeds 0 --methods "lapwing,NGBoost"
+    rivals/bin/python -m benchmarks regression_rivals 'concrete 0: *' '*: NGBoost'         # some parts, the others stay
 
-Needs the tables that LAPWING_DATA names. A part is one method on one table with one seed. `--methods` runs some
-methods again and keeps the numbers of the others. A rival whose package is not installed is skipped, and a method that
-fails has no row: a line says so, and the next run with `--missing` tries again.
+Needs the tables that LAPWING_DATA names. A part is one method on one table with one seed. A rival whose package is not
+installed has no parts. A method that fails has no row: a line says so, and the next run with `--missing` tries again.
 
 The real tables with 150 rows or more are used as they are; columns with missing entries are left out. A fifth of the
 rows, at most 1 000, are test rows. An eighth, 60 to 500, are held out. Up to 5 000 other rows train. Inputs and targets
@@ -22,6 +21,7 @@ thread: "training" of the networks, and "fit" with all choices on held-out rows.
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ from papers.common.networks import mlp
 from papers.common.tables import grid
 from papers.common.training import Loss, adam, kept_tensors
 
-THREADS = 1
+THREADS, SEEDS = 1, (0, 1, 2)
 EPOCHS, RATE, BATCH = 60, 5e-3, 100
 TRAINED, HELD_OUT, TESTED = 5000, (60, 500), 1000
 """Maximum number of training rows, minimum and maximum number of held-out rows, maximum number of test rows."""
@@ -467,22 +467,10 @@ def row(name: str, seed: int, method: str) -> Row | None:
     return {**{key: round(value, 4) for key, value in found.items() if key != "quarters"}, **quarters}
 
 
-def parts(tables: str = "", seeds: str = "0,1,2", methods: str = "") -> dict[str, Callable[[], Row | None]]:
-    """Returns a row for each table, seed and method; names are joined by commas, and an empty text means all."""
-    wanted = {"tables": tables.split(",") if tables else [*TABLES], "methods": methods.split(",") if methods else []}
-    for what, known in (("tables", TABLES), ("methods", METHODS)):
-        if unknown := set(wanted[what]) - set(known):
-            raise SystemExit(f"There are no {what} {', '.join(unknown)}. Name some of {', '.join(known)}.")
-    installed = []
-    for method in wanted["methods"] or METHODS:
-        if find_spec(METHODS[method][2]):
-            installed.append(method)
-        else:
-            print(f"{method} is skipped: install {MODULES[METHODS[method][2]]}.")
-    return {
-        f"{name} {seed}: {method}": partial(row, name, int(seed), method)
-        for name in wanted["tables"] for seed in seeds.split(",") for method in installed
-    }  # fmt: skip
+def parts() -> dict[str, Callable[[], Row | None]]:
+    """Returns a row for each table, seed and installed method."""
+    runs = itertools.product(TABLES, SEEDS, [method for method in METHODS if find_spec(METHODS[method][2])])
+    return {f"{name} {seed}: {method}": partial(row, name, seed, method) for name, seed, method in runs}
 
 
 # ---- tables of a page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -76,6 +77,19 @@ def train(
         optimiser.step(closure)  # type: ignore[arg-type]  # torch asks for a float, and takes a tensor
         if schedule is not None:
             schedule.step()
+    return model.eval()
+
+
+def of_best_epoch(model: Network, epoch: Callable[[], Any], loss: Callable[[], Tensor], epochs: int) -> Network:
+    """Trains a network by calls of `epoch`; returns it, in eval mode, as it was when the held-out `loss` was least."""
+    best, state = math.inf, model.state_dict()
+    for _ in range(epochs):
+        epoch()
+        with torch.no_grad():
+            now = float(loss())
+        if now < best:
+            best, state = now, copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
     return model.eval()
 
 
