@@ -163,13 +163,8 @@ def agreement(a: Tensor, b: Tensor) -> float:
     return float(torch.stack(pairs).mean())
 
 
-def digits(seeds: Sequence[int], each: int = 10, full_shown: int = 6) -> dict[str, Any]:
+def digits(seeds: Sequence[int], full_shown: int = 6) -> dict[str, Any]:
     """Learns maps of MAP and last-layer Laplace, for the printed objective and one that follows (Figure 5).
-
-    Args:
-        seeds: of the networks; the maps of the first are kept.
-        each: test images of each digit in diagonal mode.
-        full_shown: test images in full mode.
 
     Returns:
         seed -> "candidate, mode, objective" -> summary, with the agreement of its maps with MAP's; means over seeds.
@@ -177,7 +172,7 @@ def digits(seeds: Sequence[int], each: int = 10, full_shown: int = 6) -> dict[st
     runs: dict[str, Any] = {}
     kept: dict[str, Sensitivities] = {}
     for seed in seeds:
-        task = DigitTask.load(seed, each)
+        task = DigitTask.load(seed)
         rows = runs[f"seed {seed}"] = {"accuracy": task.accuracy}
         for full, (objective, options) in itertools.product((False, True), OBJECTIVES.items()):
             shown = full_shown if full else len(task.x)
@@ -206,13 +201,8 @@ def table(name: str, seed: int) -> tuple[Table, list[str]]:
     return split(name, *rows_and_targets(file), unit, seed), [str(name) for name in arrays(file)["feature_names"]]
 
 
-def table_sensitivities(name: str, seed: int, most: int = 50) -> tuple[dict[str, Sensitivities], list[str]]:
-    """Trains an MLP d-100-1 on a table, and learns how much noise the features of test rows bear.
-
-    Args:
-        name: one of `TABLES`.
-        seed: of split, weights and batches.
-        most: test rows.
+def table_sensitivities(name: str, seed: int) -> tuple[dict[str, Sensitivities], list[str]]:
+    """Trains an MLP d-100-1 on a table, and learns how much noise the features of 50 test rows bear.
 
     Returns:
         "MAP", "last layer", "all layers" (KFAC), all in full mode -> sensitivities; the features' names.
@@ -227,7 +217,7 @@ def table_sensitivities(name: str, seed: int, most: int = 50) -> tuple[dict[str,
     posterior = lw.fit(model, loader, lw.KFAC(), **options)
     noise = posterior.noise_variance
     assert noise is not None
-    x = data.test[0][:most]
+    x = data.test[0][:50]
     found = {
         "MAP": sensitivity(model, x, likelihood=lw.Gaussian(noise), via=lw.Linearized()),
         "last layer": sensitivity(last, x, via=lw.Streamlined("full")),
