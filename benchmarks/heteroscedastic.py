@@ -50,11 +50,7 @@ def trained(data: Part, held_out: Part, outputs: int, loss: Loss = loss, epochs:
 
 def scores(prediction: Any, y: Tensor) -> dict[str, float]:
     """Returns the numbers of one posterior."""
-    return {
-        **interval_scores(prediction, y),
-        "rmse": float((prediction.mean - y).double().square().mean().sqrt()),
-        "epistemic": float((prediction.epistemic_variance / prediction.variance).double().mean()),
-    }
+    return {**interval_scores(prediction, y), "rmse": float((prediction.mean - y).double().square().mean().sqrt())}
 
 
 def study(name: str) -> dict[str, Any]:

@@ -61,10 +61,7 @@ def compared(
 def network(name: str, raw: bool, seed: int) -> tuple[nn.Module, Part, Part]:
     """Returns the 128-128 MLP, trained by full batches, and the rows that trained it and the others, a fifth.
 
-    Args:
-        name: one of `TABLES`.
-        raw: whether the inputs are as they are in the file, and not standardised.
-        seed: of the split and the network.
+    Raw inputs are as they are in the file, and not standardised.
     """
     options = TABLES[name]
     x, y = rows_and_targets(options["file"])

@@ -65,12 +65,7 @@ class DigitTask:
 
     @classmethod
     def load(cls, seed: int, each: int = 10) -> DigitTask:
-        """Reads MNIST, trains the network or takes the one that was kept, and fits the posteriors.
-
-        Args:
-            seed: of weights and batches.
-            each: test images of each digit.
-        """
+        """Reads MNIST, trains the network or takes the one that was kept, and fits the posteriors."""
         data = images("mnist")
         x, y = _three(data.x_train, data.y_train)
         model = trained(x, y, seed)

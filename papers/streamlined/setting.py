@@ -220,14 +220,7 @@ def histogram(values: Tensor, classes: int) -> list[float]:
 
 
 def relu_mlp(x: Tensor, y: Tensor, name: str, seed: int) -> nn.Sequential:
-    """Returns the paper's MLP for 28 x 28 images, 784-128-64-10 with ReLU, trained or as it was kept.
-
-    Args:
-        x: images.
-        y: labels.
-        name: of the data.
-        seed: of weights and batches.
-    """
+    """Returns the paper's MLP for 28 x 28 images, 784-128-64-10 with ReLU, trained or as it was kept."""
     with seeded(seed):
         model = mlp(784, 128, 64, 10, activation=nn.ReLU)
     recipe = Recipe(F.cross_entropy, 6000, decay=1e-3)

@@ -60,12 +60,7 @@ class Task:
 
 
 def vocabulary(texts: Sequence[str], words: int) -> Any:
-    """Returns a byte-pair tokeniser of lower-case words, trained on the texts.
-
-    Args:
-        texts: of the training part.
-        words: most tokens; 0 is padding, 1 unknown.
-    """
+    """Returns a byte-pair tokeniser of lower-case words, trained on the texts; 0 is padding, 1 unknown."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokeniser = Tokenizer(models.BPE(unk_token="[unknown]"))
@@ -160,10 +155,6 @@ def trim(x: Tensor) -> Tensor:
 
 def trained(found: Task, seed: int) -> nn.Module:
     """Returns the trained network of a task, or the one that was kept; gradients are cut to norm 1.
-
-    Args:
-        found: the task.
-        seed: of weights, batches and dropout.
 
     Cost: two to five minutes of one core each.
     """

@@ -28,13 +28,7 @@ BASE = "temperature or noise"
 
 
 def add(rows: Rows, name: str, seed: int) -> None:
-    """Adds the rows of one network that the file lacks.
-
-    Args:
-        rows: of the experiment.
-        name: one of `tasks.TASKS`.
-        seed: of the network and of the split.
-    """
+    """Adds the rows of one network that the file lacks."""
     task = once(lambda: tasks.task(name, seed))
     base = once(lambda: losses(task(), methods.fitted(BASE, task())))
     for method in methods.names(name not in tasks.GIVEN, name in tasks.TABLES):
@@ -46,13 +40,7 @@ def add(rows: Rows, name: str, seed: int) -> None:
 
 
 def run_all(experiment: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns the results of an experiment: all methods at one seed come first, so that whole tables are early.
-
-    Args:
-        experiment: its `__file__`.
-        names: of the tasks.
-        seeds: of networks and splits.
-    """
+    """Returns the results of an experiment: all methods at one seed come first, so that whole tables are early."""
     rows = Rows(experiment, FACTS)
     for seed in seeds:
         for name in names:

@@ -30,14 +30,7 @@ def run(seeds: Sequence[int] = range(5), names: Sequence[str] = NAMES) -> dict[s
 
 
 def run_all(experiment: str, seeds: Sequence[int], names: Sequence[str], of: Iterable[str]) -> dict[str, Any]:
-    """Returns the rows of an experiment, all methods at one seed first.
-
-    Args:
-        experiment: its `__file__`.
-        seeds: of networks and splits.
-        names: of the tasks.
-        of: methods.
-    """
+    """Returns the rows of an experiment, all methods at one seed first."""
     rows = Rows(experiment, FACTS)
     for seed in seeds:
         for name in names:
@@ -66,12 +59,8 @@ def fitted(task: Callable[[], Task], method: str, via: str) -> methods.Fitted:
     """Fits a posterior whose prior precision, and noise variance or temperature, held-out data choose for a way."""
     found = task()
     tune = lw.Validation(found.val, via=methods.WAYS[via])
-    return methods.measured(found, lambda of: lw.fit(of.model, of.loader, METHODS[method], tune=tune, **options(of)))
-
-
-def options(task: Task) -> dict[str, Any]:
-    """Returns the arguments of `lw.fit`."""
-    return {**task.options, "params": lw.everything}
+    options = {**found.options, "params": lw.everything, "tune": tune}
+    return methods.measured(found, lambda of: lw.fit(of.model, of.loader, METHODS[method], **options))
 
 
 def differences(runs: Mapping[str, Mapping[str, Any]], part: str) -> dict[str, Any]:

@@ -63,12 +63,7 @@ def _add(rows: Rows, name: str, seed: int) -> None:
 
 
 def table(name: str, seed: int) -> Table:
-    """Reads a table, split 80/10/10: in the order of time for flights and taxis, at random elsewhere.
-
-    Args:
-        name: one of `TABLES`.
-        seed: of the random split.
-    """
+    """Reads a table, split 80/10/10: in the order of time for flights and taxis, at random elsewhere."""
     (unit, ordered), (x, y) = TABLES[name], rows_and_targets(name)
     if name == "nyc_green_taxi_2023q1":
         near = x[:, list(arrays(name)["feature_names"]).index("trip_distance")] <= FARTHEST_TRIP
