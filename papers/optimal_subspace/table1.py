@@ -42,14 +42,7 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 def compared(
     experiment: str, seeds: Sequence[int], shown: Mapping[str, int], ranks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns the rows and differences of `run` for some tables.
-
-    Args:
-        experiment: its `__file__`.
-        seeds: of the networks.
-        shown: table -> most training rows that posteriors sum over.
-        ranks: table -> s.
-    """
+    """Returns the rows and differences of `run` for tables with a number of rows, and with s of their own."""
     rows = Rows(experiment, {"rows of the curvature": dict(shown)})
     for seed in seeds:
         for name in shown:
@@ -92,12 +85,6 @@ def measures(name: str, seed: int, shown: int, ranks: Sequence[int]) -> dict[str
     """Returns the measures of every way for one network, at half of the other rows, at most 200.
 
     "one noise variance" is the network with the mean squared error of the other half as noise variance.
-
-    Args:
-        name: one of `TABLES`.
-        seed: of the network, the split and the subsets.
-        shown: most training rows that posteriors sum over.
-        ranks: s.
     """
     model, (x, y), (x_other, y_other) = network(name, False, seed)
     count = min(200, len(x_other) // 2)

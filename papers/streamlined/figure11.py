@@ -41,14 +41,7 @@ def _add(
 def over_draws(
     posterior: lw.Posterior, part: Batches, counts: Sequence[int], most: int, repeats: int = 5
 ) -> dict[str, dict[str, float]]:
-    """Scores Monte Carlo with n draws, n growing (Figures 11 and 12), each over disjoint groups of the same draws.
-
-    Args:
-        posterior: the posterior.
-        part: inputs and labels.
-        counts: numbers of draws.
-        most: draws in all.
-        repeats: most groups.
+    """Scores Monte Carlo with n draws, n growing (Figures 11 and 12), each over some disjoint groups of the same draws.
 
     Returns:
         n -> scores, means over groups, and the standard deviation of the NLPD between groups.

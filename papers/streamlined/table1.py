@@ -113,14 +113,7 @@ def fold_of(name: str, x: Tensor, y: Tensor, fold: int) -> Table:
 
 @dataclass(frozen=True)
 class RegressionTask:
-    """A trained ReLU network and one fold of its table.
-
-    Attributes:
-        data: the fold.
-        model: the network.
-        loader: training rows.
-        val: validation rows.
-    """
+    """A trained ReLU network and one fold of its table."""
 
     data: Table
     model: nn.Module

@@ -21,14 +21,7 @@ from papers.common.training import kept, seeded, train
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: AdamW, cross-entropy, the rate rising for a tenth of the steps, then falling to zero.
-
-    Attributes:
-        epochs: over the training part.
-        rate: the largest learning rate.
-        batch: size.
-        decay: weight decay.
-    """
+    """How a network is trained: AdamW, cross-entropy, the rate rising for a tenth of the steps, then falling to 0."""
 
     epochs: float
     rate: float = 1e-3

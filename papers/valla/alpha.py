@@ -42,12 +42,7 @@ def methods() -> dict[str, lw.VaLLA]:
 
 
 class Distances:
-    """Full LLA of the toy, the closed form at 20 moved points, and divergences from both.
-
-    Attributes:
-        toy: the network and full LLA.
-        seed: of the network.
-    """
+    """Full LLA of the toy, the closed form at 20 moved points, and divergences from both."""
 
     def __init__(self, seed: int) -> None:
         self.toy, self.seed = Toy(seed), seed

@@ -50,11 +50,7 @@ GAPS = ((-4.5, -1.8), (1.7, 4.6))
 
 
 def toy(held_out: float = 0.0, seed: int = 0) -> tuple[Part, Part]:
-    """Reads the one-dimensional toy of Izmailov et al. 2020: 400 points in three clusters.
-
-    Args:
-        held_out: share of the points kept for validation.
-        seed: which.
+    """Reads the one-dimensional toy of Izmailov et al. 2020: 400 points in three clusters, a share of them held out.
 
     Returns:
         Training and validation points, x and y (n, 1) float64.

@@ -73,14 +73,7 @@ def latents(posterior: lw.Posterior, x: Tensor, size: int = 250) -> Any:
 
 @dataclass(frozen=True)
 class ImageTask:
-    """A trained network for images, and its data.
-
-    Attributes:
-        model: the network.
-        data: its images.
-        x: test images.
-        y: their labels.
-    """
+    """A trained network for images, and its data."""
 
     model: nn.Module
     data: Pictures

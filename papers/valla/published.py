@@ -138,13 +138,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ends(runs: Mapping[str, Any], headings: Mapping[str, str], labels: Sequence[str]) -> str:
-    """Returns how the published fits ended, means over seeds.
-
-    Args:
-        runs: "name, seed 0" -> row -> values.
-        headings: name -> name in the table.
-        labels: rows of published fits.
-    """
+    """Returns how the published fits ended, means over seeds."""
     rows = {}
     for name, heading in headings.items():
         for label in labels:
