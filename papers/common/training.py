@@ -182,15 +182,12 @@ def kept(model: Network, name: str, make: Callable[[], Any]) -> Network:
         name: of its file in the folder that LAPWING_NETWORKS names; without that variable nothing is kept.
         make: trains it.
     """
-    folder = os.environ.get("LAPWING_NETWORKS")
-    path = Path(folder) / f"{name}.safetensors" if folder else None
-    if path is not None and path.is_file():
-        model.load_state_dict(load_file(path))
-        return model.eval()
-    make()
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, path)
+
+    def weights() -> dict[str, Tensor]:
+        make()
+        return model.state_dict()
+
+    model.load_state_dict(kept_tensors(name, weights))
     return model.eval()
 
 
