@@ -95,10 +95,10 @@ def _hundred_thousand(model: nn.Module, x: Tensor, method: lw.Method, draws: int
 
 
 def _classes(params: Any) -> dict[str, Any]:
-    """Returns the costs of the variances of ten of 1 000 classes, of all, and of all by draws."""
+    """Returns the costs of the variances of ten of 1 000 classes, and of all."""
     model, x = classifier()
     posterior = lw.fit(model.eval(), [(x, torch.arange(50))], lw.KFAC(), params=params, prior_precision=1.0)
-    ways = {"outputs=10": lw.Linearized(outputs=10), "all": lw.Linearized(), "draws=16": lw.Linearized(draws=DRAWS)}
+    ways = {"outputs=10": lw.Linearized(outputs=10), "all": lw.Linearized()}
     rounds = {"all": 10 if params is lw.last_layer else 1}
     return {
         name: _cost(lambda way=way: posterior.latent(x, via=way).variance, model, x, rounds.get(name, 5))  # type: ignore[misc]
