@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import lapwing as lw
 from benchmarks.cost import mlp
+from lapwing.data.inputs import Inputs
 from lapwing.prediction.streamlined.graph import execute, read
 from lapwing.prediction.streamlined.schedule import schedule
 from papers.common.measure import fastest
@@ -41,12 +42,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, .
 
 def products(posterior: lw.Posterior, x: Tensor) -> float:
     """Returns how many products of its size the method does for each layer, averaged by FLOPs."""
-    tangent = posterior.tangent
-    graph = read(tangent, x)
+    tangent, inputs = posterior.tangent, Inputs(x)
+    graph = read(tangent, inputs)
     treated = {name for name, parameter in graph.parameters.items() if parameter in tangent.parameters}
     planned = schedule(graph, frozenset(treated), frozenset(), "values")
     uncertain = planned.uncertain
-    values: dict[str, Any] = graph.bind(x)
+    values: dict[str, Any] = graph.bind(inputs)
     plain = needed = 0
     with torch.no_grad():
         for node in graph.nodes:
