@@ -3,6 +3,7 @@
     python -m benchmarks                        lists every benchmark
     python -m benchmarks answers                runs one: writes results/answers.json, its tables and pictures
     python -m benchmarks answers topics         runs one of its parts; the others keep their numbers
+    python -m benchmarks regression_rivals '*: lapwing'   runs the parts whose names have this pattern
     python -m benchmarks narrow --missing --minutes 45    runs parts without results, and starts none after 45 minutes
     python -m benchmarks answers --share 0.02 --dry       prints results, and writes nothing
     python -m benchmarks pages                  writes the tables of all pages, and draws pictures, from the results
@@ -18,6 +19,7 @@ Trained networks are kept in the folder that LAPWING_NETWORKS names.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib
 import inspect
 import sys
@@ -71,7 +73,7 @@ def run(name: str, chosen: Sequence[str] = (), **asked: Any) -> str:
 
     Args:
         name: of the benchmark.
-        chosen: parts to run; empty means all.
+        chosen: patterns of the names of parts to run; empty means all.
         asked: "missing", "minutes", "dry" and "into" of the command line, and arguments of `parts`.
     """
     benchmark = module(name)
@@ -79,14 +81,15 @@ def run(name: str, chosen: Sequence[str] = (), **asked: Any) -> str:
     experiments.keep_networks()
     torch.set_num_threads(getattr(benchmark, "THREADS", 1))
     seed, parts = getattr(benchmark, "SEED", 0), benchmark.parts(**asked)
-    if unknown := set(chosen) - set(parts):
+    if unknown := [pattern for pattern in chosen if not fnmatch.filter(parts, pattern)]:
         raise SystemExit(f"{name} has no part {', '.join(unknown)}. Name some of {', '.join(parts)}.")
     file = str(Path(str(benchmark.__file__)).with_stem(into or name))
     path, end = results.path_of(file), time.monotonic() + 60 * (minutes or float("inf"))
     found, made = (results.read(file), results.made(file)) if path.exists() and not dry else ({}, {})
     record = results.record((seed,), getattr(benchmark, "PACKAGES", ()))  # raises if a package is not there
-    for part in chosen or parts:
-        if (missing and part in found) or time.monotonic() > end:
+    for part in parts:
+        left_out = chosen and not any(fnmatch.fnmatch(part, pattern) for pattern in chosen)
+        if left_out or (missing and part in found) or time.monotonic() > end:
             continue
         torch.manual_seed(seed)
         start = time.perf_counter()
@@ -139,7 +142,7 @@ def main(arguments: Sequence[str]) -> str:
         prog=f"python -m benchmarks {name}", description=about.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("chosen", nargs="*", metavar="part", help="parts to run; all by default")
+    parser.add_argument("chosen", nargs="*", metavar="part", help="parts, or patterns of their names; all by default")
     parser.add_argument("--missing", action="store_true", help="run parts without results alone")
     parser.add_argument("--minutes", type=float, help="start no part after so long")
     parser.add_argument("--dry", action="store_true", help="write nothing")

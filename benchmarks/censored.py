@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import lapwing as lw
 from papers.common.data import some_rows
 from papers.common.networks import mlp
-from papers.common.scores import averaged
+from papers.common.scores import averaged, interval_scores
 from papers.common.tables import grid, shown
 from papers.common.training import Recipe, seeded
 
@@ -120,12 +120,8 @@ def tails(name: str, seed: int) -> dict[str, Any]:
 def scores(posterior: lw.Posterior, x: Tensor, y: Tensor) -> dict[str, float]:
     """Returns the scores at true times."""
     prediction = posterior.predict(x)
-    low, high = prediction.interval(0.9)
-    inside, logs = (low <= y) & (y <= high), prediction.log_prob(y)
-    return {
-        "coverage": float(inside.double().mean()), "bias": float((prediction.mean - y).double().mean()),
-        "NLL": -float(logs.double().mean()), "width": float((high - low).double().mean()),
-    }  # fmt: skip
+    found, bias = interval_scores(prediction, y), float((prediction.mean - y).double().mean())
+    return {"coverage": found["coverage"], "bias": bias, "NLL": found["nll"], "width": found["width"]}
 
 
 def parts() -> dict[str, Callable[[], Any]]:

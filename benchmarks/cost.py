@@ -1,15 +1,13 @@
 """What posteriors cost, as ratios to a plain forward pass of the same batch in the same run.
 
-Exact C x C output covariances of an MLP and a CNN, a last layer with many classes, one pass of a fit, and peak memory
-beside the budget. Random weights and inputs: cost does not depend on them, but KFAC rotates only the input directions
-that its fit saw, so the MLP's covariances come after a fit of the batch itself, and after one of 2 000 samples. There
-the same products also run by hand, without what makes a library: what is above them is lapwing's own cost.
+Exact C x C output covariances of an MLP and a CNN, a last layer with many classes, and one pass of a fit. Random
+weights and inputs: cost does not depend on them, but KFAC rotates only the input directions that its fit saw, so the
+MLP's covariances come after a fit of the batch itself, and after one of 2 000 samples. There the same products also run
+by hand, without what makes a library: what is above them is lapwing's own cost. `tests/test_memory.py` has the memory.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -22,7 +20,7 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.covariance import Blockwise, KroneckerBlock
-from papers.common.measure import LiveBytes, ratio
+from papers.common.measure import ratio
 
 SEED, THREADS = 0, 2
 
@@ -150,45 +148,6 @@ def fits(model: nn.Module, x: Tensor, classes: int = 10, params: Any = lw.everyt
     return results
 
 
-def memory() -> dict[str, Any]:
-    """Returns the peak of live tensors beside what is returned, as parts of the budget, for the CNN and KFAC.
-
-    Latents of 2 000 inputs at once, joint ones of 40, three draws at 2 000, and fits on one batch of 1 000, tuned. The
-    last layer has 1 569 inputs: its factor and their eigenvectors are 0.6 of the smallest budget each in float32.
-    """
-    model, x = cnn(), torch.randn(2000, 1, 28, 28)
-    few, many = (x[:100].clone(), torch.randint(10, (100,))), (x[:1000].clone(), torch.randint(10, (1000,)))
-    results: dict[str, Any] = {}
-    for budget in (2**24, 2**26, 2**28):
-        options: dict[str, Any] = {"params": lw.everything, "memory": budget}
-        posterior = lw.fit(model, [few], lw.KFAC(), **options)
-        some = x[:40].clone()
-        work: dict[str, Callable[[], Any]] = {
-            "latents": lambda p=posterior: p.latent(x),
-            "joint latents": lambda p=posterior, some=some: p.latent(some, joint=True),
-            "Monte Carlo": lambda p=posterior: p.latent(x, via=lw.MonteCarlo(3)),
-            "fit, diagonal": lambda o=options: lw.fit(model, [many], lw.Diagonal(), **o),
-            "fit, KFAC": lambda o=options: lw.fit(model, [many], lw.KFAC(), **o),
-            "fit, ELLA": lambda o=options: lw.fit(model, [many], lw.ELLA(), **o),
-            "fit, optimal subspace": lambda o=options: lw.fit(model, [many], lw.OptimalSubspace(rows=500), **o),
-        }
-        row = results[f"{budget >> 20} MiB"] = {}
-        for name, run in work.items():
-            with LiveBytes() as live:
-                made = run()
-            peak = live.peak - sum(value.nbytes for value in _returned(made))
-            row[name] = {"peak_bytes_beside_returned": peak, "of_budget": peak / budget}
-    return results
-
-
-def _returned(made: Any) -> list[Tensor]:
-    """The tensors of a latent or of a posterior."""
-    if isinstance(made, lw.Posterior):
-        return list(made.covariance.tensors().values())
-    parts = [made, *getattr(made, "terms", ())]
-    return [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
-
-
 def fastest(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Returns the faster time of two runs for every entry, of the method and of its reference."""
     if "ratio" not in first:
@@ -209,19 +168,8 @@ def last_layer(classes: int, fit: bool) -> dict[str, Any]:
     return row
 
 
-def imports() -> dict[str, float]:
-    """Returns the seconds of `import torch` and `import lapwing` in new processes, the best of five."""
-    code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
-    times: dict[str, list[float]] = {"torch": [], "lapwing": []}
-    for _ in range(5):
-        for name, measured in times.items():
-            done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True)
-            measured.append(float(done.stdout))
-    return {name: min(measured) for name, measured in times.items()}
-
-
 def parts(rounds: int = 3) -> dict[str, Callable[[], Any]]:
-    """Returns the costs of predictions and fits, each the fastest of some rounds, memory, and the time of an import."""
+    """Returns the costs of predictions and fits, each the fastest of some rounds."""
     costs: dict[str, Callable[[], Any]] = {
         "MLP 784-128-64-10, batch 100": lambda: predictions(mlp(), torch.randn(100, 784), 1000),
         "MLP 784-128-64-10, batch 100, fitted on 2 000": lambda: predictions(mlp(), torch.randn(100, 784), 1000, 20),
@@ -232,5 +180,4 @@ def parts(rounds: int = 3) -> dict[str, Callable[[], Any]]:
         name = f"last layer 512-512-{classes}"
         costs[f"{name}, batch 100"] = partial(last_layer, classes, False)
         costs[f"fit of the {name}, a batch of 100"] = partial(last_layer, classes, True)
-    best = {name: lambda call=call: reduce(fastest, (call() for _ in range(rounds))) for name, call in costs.items()}
-    return {**best, "memory": memory, "import, seconds": imports}
+    return {name: lambda call=call: reduce(fastest, (call() for _ in range(rounds))) for name, call in costs.items()}

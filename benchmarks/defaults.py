@@ -1,15 +1,14 @@
 """How good lapwing's defaults are: arms on a grid of trained networks, the averages of each family, and the aims.
 
     python -m benchmarks defaults --seeds 2
-    python -m benchmarks defaults --arms all --cells 'boston*' --into boston
+    python -m benchmarks defaults 'boston*' --arms all --into boston
 
-The arms are names, separated by commas, or all; the cells are patterns of names. Parts with results are run again
-unless `--missing` is there.
+The arms are names, separated by commas, or all. Parts with results are run again unless `--missing` is there.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,18 +21,13 @@ from papers.common.tables import grid
 COLOURS = {"network": "0.7", "temperature": "tab:blue", "default": "tab:red", "validated": "tab:green"}
 
 
-def parts(arms: str = "network,temperature,default,validated", cells: str = "*", seeds: int = 1) -> Any:
+def parts(arms: str = "network,temperature,default,validated", seeds: int = 1) -> dict[str, Callable[[], Any]]:
     """Returns cells and seeds, each with its arms."""
     names = list(measures.ARMS) if arms == "all" else arms.split(",")
     if unknown := set(names) - set(measures.ARMS):
         raise SystemExit(f"There is no arm {', '.join(unknown)}. Name some of {', '.join(measures.ARMS)}.")
-    chosen = [cell for cell in CELLS if any(fnmatch.fnmatch(cell.name, pattern) for pattern in cells.split(","))]
-    if not chosen:
-        raise SystemExit(f"No cell has a name like {cells}. The cells are {', '.join(cell.name for cell in CELLS)}.")
-    found: dict[str, Callable[[], Any]] = {}
-    for seed in range(seeds):
-        found |= {f"{cell.name}, seed {seed}": partial(summary.evaluate, cell, seed, names) for cell in chosen}
-    return found
+    runs = itertools.product(range(seeds), CELLS)
+    return {f"{cell.name}, seed {seed}": partial(summary.evaluate, cell, seed, names) for seed, cell in runs}
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from benchmarks.grid import measures
 from benchmarks.grid.networks import CELLS, Cell
 from lapwing.covariance import Latent
 from lapwing.covariance.terms import MarginalTerm
+from papers.common.tables import grid
 
 LINKS = {"mean": "one scale an input, mean variance", "weighted": "one scale an input, weighted by p",
          "class": "a scale for each class"}  # fmt: skip
@@ -87,8 +88,7 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     By more than a standard error of the paired difference, and `TIED`.
     """
     rows = [row for some in results.values() for row in some]
-    lines = ["| chosen on validation rows | link | NLL | ECE | accuracy | AUROC | networks better, worse |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    lines = []
     for name in TEMPERATURES:
         for link, words in LINKS.items():
             some = [row for row in rows if row["link"] == link and row["chosen"] == name]
@@ -97,8 +97,10 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
             pairs = [(row["nll_minus_mean"], max(row["nll_minus_mean_error"], TIED)) for row in some]
             signs = [(worse > error) - (worse < -error) for worse, error in pairs]
             against = f"{signs.count(-1)}, {signs.count(1)}" if link != "mean" else ""
-            lines.append(f"| {name} | {words} | {nll:.4f} | {ece:.4f} | {accuracy:.4f} | {auroc:.3f} | {against} |")
-    return {"links": "\n".join(lines) + "\n"}
+            cells = [f"{nll:.4f}", f"{ece:.4f}", f"{accuracy:.4f}", f"{auroc:.3f}", against]
+            lines.append((name, [words, *cells]))
+    columns = ["link", "NLL", "ECE", "accuracy", "AUROC", "networks better, worse"]
+    return {"links": grid(columns, lines, corner="chosen on validation rows")}
 
 
 def parts() -> dict[str, Callable[[], Any]]:

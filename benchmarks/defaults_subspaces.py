@@ -10,6 +10,7 @@ from typing import Any
 import lapwing as lw
 from benchmarks.grid import measures
 from benchmarks.grid.networks import CELLS, Cell
+from papers.common.tables import grid
 
 METHODS: dict[str, lw.Method] = {
     "`KFAC()`": lw.KFAC(),
@@ -37,18 +38,16 @@ def rows_of(cell: Cell, seed: int = 0) -> list[dict[str, Any]]:
 def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     """Returns the table of benchmarks/README.md: means of a family."""
     rows = [row for some in results.values() for row in some]
-    lines = [
-        "| family | method | NLL: default, validated | 90 % intervals cover |",
-        "| --- | --- | --- | --- |",
-    ]
+    lines = []
     for family in dict.fromkeys(row["family"] for row in rows):
         for method in METHODS:
             both = [[row for row in rows if (row["family"], row["method"], row["tuning"]) == (family, method, tuning)]
                     for tuning in TUNINGS]  # fmt: skip
             nll = ", ".join(f"{statistics.fmean(row['nll'] for row in some):.3f}" for some in both)
             covered = ", ".join(f"{statistics.fmean(row['coverage'] for row in some):.0%}" for some in both)
-            lines.append(f"| {family} | {method} | {nll} | {covered.replace('%', ' %')} |")
-    return {"subspaces": "\n".join(lines) + "\n"}
+            lines.append((family, [method, nll, covered.replace("%", " %")]))
+    columns = ["method", "NLL: default, validated", "90 % intervals cover"]
+    return {"subspaces": grid(columns, lines, corner="family")}
 
 
 def parts() -> dict[str, Callable[[], Any]]:

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lapwing as lw
-from benchmarks import ood_detectors
+from benchmarks import novelty, ood_detectors
 from benchmarks.grid.networks import CELLS
+from benchmarks.novelty import by_parts
 from benchmarks.ood import REPEATS, SEED, cifar10, fashion, logits_of
 from lapwing.evaluation.metrics import auroc
 from papers.common import results
@@ -58,11 +59,6 @@ class Setting(NamedTuple):
     data_size: int | None = None
 
 
-def by_parts(score: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns the scores of inputs, batch by batch."""
-    return torch.cat([score(part) for part in x.split(500)])
-
-
 def doubt(posterior: lw.Posterior, x: Tensor) -> Tensor:
     """Returns the mutual information of classes, or the variance of one real output."""
     prediction = posterior.predict(x)
@@ -81,7 +77,7 @@ def report(setting: Setting) -> dict[str, Any]:
             detectors[f"{rows} rows"] = lw.novelty(posterior, loader, held_out=held_out)
     by = detectors["same rows"].by
     calls: dict[str, Any] = {"doubt": partial(doubt, posterior), "novelty": lw.novelty(model, loader, by), **detectors}
-    scores = {name: {place: by_parts(call, x) for place, x in inputs.items()} for name, call in calls.items()}
+    scores = {name: {place: by_parts(call, x, 500) for place, x in inputs.items()} for name, call in calls.items()}
     known, *strange = inputs
     row: dict[str, Any] = {
         f"AUROC {place}": {name: float(auroc(found[known], found[place])) for name, found in scores.items()}
@@ -93,7 +89,7 @@ def report(setting: Setting) -> dict[str, Any]:
         rates = [rate for rate in RATES if rate >= 2 / (detector.held_out.shape[1] + 1)]
         row["alarms"][name] = {str(rate): {} for rate in rates}
         for place, x in inputs.items():
-            p = by_parts(detector.p_value, x)
+            p = by_parts(detector.p_value, x, 500)
             for rate in rates:
                 where = "known" if place == known else place
                 row["alarms"][name][str(rate)][where] = float((p <= rate).double().mean())
@@ -150,13 +146,9 @@ def vit(part: Part, seed: int) -> nn.Module:
 
 def texts(name: str) -> Setting:
     """Returns a text network of the grid. The second half of the test texts are the other held-out rows."""
-    cell = next(cell for cell in CELLS if cell.name == name)
-    data = cell.data(SEED)
-    assert data.foreign is not None
-    x, y = data.test
-    inputs = {"test": x[: len(x) // 2], "texts": data.foreign}
-    others = x[len(x) // 2 :], y[len(x) // 2 :]
-    return Setting(cell.trained(data, SEED), batched(*data.train), data.val, others, inputs)
+    (model,), loader, tuned, inputs, y = novelty.texts(name)
+    (x, strange), half = inputs.values(), len(y) // 2
+    return Setting(model, loader, tuned, (x[half:], y[half:]), {"test": x[:half], "texts": strange})
 
 
 def bikes() -> tuple[Tensor, Tensor, Tensor]:
@@ -255,7 +247,7 @@ def deployed(setting: Setting) -> dict[str, Any]:
         calls[name] = lambda x, predictor=predictor: predictor(x)[-1]  # type: ignore[misc]
     row: dict[str, Any] = {}
     for name, call in calls.items():
-        p = {place: by_parts(call, x) for place, x in inputs.items()}
+        p = {place: by_parts(call, x, 500) for place, x in inputs.items()}
         known, *strange = p
         row[name] = {f"AUROC {place}": float(auroc(1 - p[known], 1 - p[place])) for place in strange}
         row[name]["false alarms"] = float((p[known] <= 0.05).double().mean())
@@ -298,18 +290,13 @@ NAMES["same rows"] = "the detector, by the rows of `validation=`"
 def images_table(found: dict[str, Any]) -> str:
     """Returns the table of the twelve comparisons of images, next to the detectors of pytorch-ood."""
     others = results.read(ood_detectors.__file__)
-    lines = {}
-    for score, name in NAMES.items():
-        cells, least = [], 1.0
-        for part, at in IMAGES.values():
-            cells.append(shown(found[part]["rows"][at][score]))
-            least = min(least, *(run[at][score] for run in found[part]["runs"]))
-        lines[name] = [*cells, f"{least:.3f}"]
+    rows = {name: (found, lambda run, at, score=score: run[at][score]) for score, name in NAMES.items()}
     for name in (name for name in others["fashion"]["rows"] if name.startswith("pytorch-ood")):
-        cells, least = [], 1.0
-        for part, at in IMAGES.values():
-            cells.append(shown(others[part]["rows"][name][at]["its own"]))
-            least = min(least, *(run[name][at]["its own"] for run in others[part]["runs"]))
+        rows[name] = others, lambda run, at, name=name: run[name][at]["its own"]
+    lines = {}
+    for name, (of, value) in rows.items():
+        cells = [shown(value(of[part]["rows"], at)) for part, at in IMAGES.values()]
+        least = min(value(run, at) for part, at in IMAGES.values() for run in of[part]["runs"])
         lines[name] = [*cells, f"{least:.3f}"]
     return grid([*IMAGES, "least of twelve"], lines, right=True)
 

@@ -1,11 +1,11 @@
 """What a fit and a prediction cost on a GPU, beside laplace-torch where it is installed.
 
-Networks with random weights, since cost does not depend on them: a CNN of two convolutions on 28 x 28 pixels,
-a ResNet-20 and a ResNet-18 on 32 x 32, and a ViT of 22 million weights on 224 x 224. A fit sees all batches at a fixed
-prior precision; a prediction gives the class probabilities of one batch. Each is also given in forward passes of the
-same data, timed in turn; medians of several rounds. *Memory* is the peak that torch allocates above the network and its
-data. laplace-torch has no KFAC for networks with norm layers, and on an H100 its diagonal needs more than 80 GB for the
-ResNet-20 and ends with an error of CUDA for the ResNet-18.
+Networks with random weights, since cost does not depend on them: a CNN of two convolutions on 28 x 28 pixels, and
+a ResNet-20 and a ResNet-18 on 32 x 32. A fit sees all batches at a fixed prior precision; a prediction gives the class
+probabilities of one batch. Each is also given in forward passes of the same data, timed in turn; medians of several
+rounds. *Memory* is the peak that torch allocates above the network and its data. laplace-torch has no KFAC for networks
+with norm layers, and on an H100 its diagonal needs more than 80 GB for the ResNet-20 and ends with an error of CUDA for
+the ResNet-18.
 """
 
 from __future__ import annotations
@@ -23,25 +23,16 @@ import lapwing as lw
 from benchmarks.cost import cnn
 from benchmarks.large import resnet18
 from papers.common.measure import timed
-from papers.common.networks import Logits, ResNet20
+from papers.common.networks import ResNet20
 
 SEED, ROUNDS, DELTA = 0, 3, 1e4
 MIB = 2**20
-
-
-def vit() -> nn.Module:
-    """Returns ViT-S/16 for 10 classes."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
-    return Logits(ViTForImageClassification(ViTConfig(num_labels=10, **sizes)))
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "cnn": (cnn, (1, 28, 28), 128, 16),
     "resnet20": (ResNet20, (3, 32, 32), 128, 16),
     "resnet18": (resnet18, (3, 32, 32), 128, 8),
-    "vit": (vit, (3, 224, 224), 32, 8),
 }
 """Name -> what makes it, shape of an image, batch size, number of batches."""
 
@@ -50,7 +41,6 @@ METHODS: dict[str, tuple[lw.Method | None, Any]] = {
     "diagonal": (lw.Diagonal(), lw.everything),
     "KFAC": (lw.KFAC(), lw.everything),
     "KFAC, streamlined": (lw.KFAC(), lw.everything),
-    "EKFAC": (lw.EKFAC(), lw.everything),
     "ELLA": (lw.ELLA(rank=20, rows=500), lw.everything),
 }
 THEIRS = {

@@ -7,8 +7,6 @@ the others to stop by, half to report on: NLL in standardised units, how much a 
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +19,7 @@ import lapwing as lw
 from papers.common.data import Part, batched, some_rows
 from papers.common.networks import mlp
 from papers.common.scores import interval_scores
-from papers.common.training import Loss, shuffled, train
+from papers.common.training import Loss, of_best_epoch, shuffled, train
 
 SEED = 0
 ROWS = 6000
@@ -42,25 +40,17 @@ def trained(data: Part, held_out: Part, outputs: int, loss: Loss = loss, epochs:
     model = mlp(data[0].shape[1], 50, 50, outputs)
     optimiser = torch.optim.Adam(model.parameters(), 3e-3, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
-    best, state = math.inf, model.state_dict()
-    for _ in range(epochs):
+
+    def epoch() -> None:
         train(model, data, shuffled(len(data[0]), 128, epochs=1), optimiser, loss, clip=5.0)
         schedule.step()
-        with torch.no_grad():
-            now = float(loss(model(held_out[0]), held_out[1]))
-        if now < best:
-            best, state = now, copy.deepcopy(model.state_dict())
-    model.load_state_dict(state)
-    return model
+
+    return of_best_epoch(model, epoch, lambda: loss(model(held_out[0]), held_out[1]), epochs)
 
 
 def scores(prediction: Any, y: Tensor) -> dict[str, float]:
     """Returns the numbers of one posterior."""
-    return {
-        **interval_scores(prediction, y),
-        "rmse": float((prediction.mean - y).double().square().mean().sqrt()),
-        "epistemic": float((prediction.epistemic_variance / prediction.variance).double().mean()),
-    }
+    return {**interval_scores(prediction, y), "rmse": float((prediction.mean - y).double().square().mean().sqrt())}
 
 
 def study(name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import lapwing as lw
-from benchmarks.quantities import POOL, ROUNDS, RUNS, STARTED, TABLES, chosen, data, summary, trained
+from benchmarks.quantities import POOL, RUNS, STARTED, TABLES, chosen, data, learned, rmse, summary, trained
 
 PACKAGES = ("botorch", "gpytorch")
 PRIOR, NOISE = 1.0, 0.1  # of the network in *agreement*
@@ -35,6 +35,7 @@ class Rival:
         """Returns the fall of the summed variance of the targets by a label of each row of the pool, (n,)."""
         from botorch.acquisition import qNegIntegratedPosteriorVariance
 
+        pool, targets, given = (None if part is None else part.double() for part in (pool, targets, given))
         with torch.no_grad():
             before = self.process.posterior(targets).variance.sum()
             score = qNegIntegratedPosteriorVariance(self.process, mc_points=targets, X_pending=given)
@@ -52,7 +53,7 @@ def agreement(table: str) -> dict[str, Any]:
     posterior = lw.fit(model, (known, y[:STARTED]), lw.Full(), likelihood=lw.Gaussian(NOISE), prior_precision=PRIOR)
 
     def output(weights: dict[str, Tensor], row: Tensor) -> Tensor:
-        return torch.func.functional_call(model, weights, row)[0]
+        return torch.func.functional_call(model, weights, row[None])[0, 0]
 
     def gradients(rows: Tensor) -> Tensor:
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -73,28 +74,25 @@ def agreement(table: str) -> dict[str, Any]:
     }
 
 
-def learned(table: str, seed: int) -> tuple[list[float], list[float]]:
-    """Returns the test RMSE of the network before the first round and after each, and that of the process."""
+def of_process(_: Any, known: tuple[Tensor, Tensor]) -> Rival:
+    """Returns BoTorch's default process of the rows with labels."""
     from botorch.fit import fit_gpytorch_mll
     from botorch.models import SingleTaskGP
     from botorch.models.transforms import Normalize
     from gpytorch.mlls import ExactMarginalLogLikelihood
 
-    x, y, x_test, y_test = data(TABLES[table], seed)
-    x, y, targets = x[:POOL], y[:POOL], x[POOL : POOL + 100]
-    known = torch.arange(STARTED)
-    errors: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS + 1):
-        model = trained(x[known], y[known], seed)
-        process = SingleTaskGP(x[known].double(), y[known].double(), input_transform=Normalize(x.shape[1]))
-        fit_gpytorch_mll(ExactMarginalLogLikelihood(process.likelihood, process))
-        with torch.no_grad():
-            for kept, mean in zip(errors, (model(x_test), process.posterior(x_test.double()).mean), strict=True):
-                kept.append(float((mean - y_test).square().mean().sqrt()))
-        pool = torch.arange(len(x))[~torch.isin(torch.arange(len(x)), known)]
-        rival: Any = Rival(process)
-        known = torch.cat([known, pool[chosen("value", rival, x[pool].double(), targets.double(), 0)]])
-    return errors
+    x, y = (part.double() for part in known)
+    process = SingleTaskGP(x, y, input_transform=Normalize(x.shape[1]))
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(process.likelihood, process))
+    return Rival(process)
+
+
+def errors(table: str, seed: int) -> tuple[list[float], list[float]]:
+    """Returns the test RMSE of the network before the first round and after each, and that of the process."""
+    of_network, rivals = learned(table, "value", seed, of_process)
+    *_, x, y = data(TABLES[table], seed)
+    with torch.no_grad():
+        return of_network, [rmse(rival.process.posterior(x.double()).mean, y) for rival in rivals]
 
 
 def parts() -> dict[str, Callable[[], Any]]:
@@ -102,7 +100,7 @@ def parts() -> dict[str, Callable[[], Any]]:
 
     def both(table: str) -> dict[str, Any]:
         logging.getLogger("lapwing").setLevel(logging.ERROR)
-        network, process = torch.tensor([learned(table, seed) for seed in range(RUNS)]).unbind(1)
+        network, process = torch.tensor([errors(table, seed) for seed in range(RUNS)]).unbind(1)
         return {"agreement": agreement(table), "network": summary(network), "process": summary(process)}
 
     return {table: lambda table=table: both(table) for table in ("concrete", "power plant", "kin40k")}

@@ -1,9 +1,9 @@
 """How fits and predictions grow: a ladder of weights, one of outputs, one of samples, and the exponents of each.
 
 MLPs with two hidden layers and random weights, since cost does not depend on them. Seconds are CPU time on one thread,
-the fastest of three where they are short; kept bytes are those of `lw.plan`. An exponent is the slope of log seconds
-over log size, by least squares over the last three rungs; below, a call costs more than its products. Beside it
-stands the exponent of the count's largest term.
+the fastest of three where they are short. An exponent is the slope of log seconds over log size, by least squares over
+the last three rungs; below, a call costs more than its products. Beside it stands the exponent of the count's largest
+term.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METHODS: dict[str, tuple[lw.Method, Any]] = {
 }
 
 
-WHAT = ("fit", "predict", "kept_bytes")
+WHAT = ("fit", "predict")
 
 
 class Rung(NamedTuple):
@@ -63,19 +63,19 @@ LADDERS: dict[str, dict[int, Rung]] = {
 }
 """What grows -> its size -> the network and the data."""
 
-AT_MOST: dict[str, dict[str, tuple[float, float, float]]] = {
-    "weights": {name: (1, 1, 1) for name in METHODS},
-    "outputs": {"last layer": (3, 2, 2), "Diagonal": (2, 2, 1), "KFAC": (3, 2, 2), "ELLA": (2, 2, 1)},
-    "samples": {name: (1, 0, 0) for name in METHODS},
+AT_MOST: dict[str, dict[str, tuple[float, float]]] = {
+    "weights": {name: (1, 1) for name in METHODS},
+    "outputs": {"last layer": (3, 2), "Diagonal": (2, 2), "KFAC": (3, 2), "ELLA": (2, 2)},
+    "samples": {name: (1, 0) for name in METHODS},
 }
-"""Exponents of a fit, of a prediction and of the bytes kept, by the largest term of the count. Where the weights grow,
+"""Exponents of a fit and of a prediction, by the largest term of the count. Where the weights grow,
 factors are wider than the samples are many, so that decompositions take the range of these. Where the outputs grow, the
 factor of the last layer's outputs is decomposed (3), a Fisher root has C² numbers (2), and so has the covariance of an
 input. At sizes where other terms are larger the exponent is less."""
 
 
 def climb(name: str) -> dict[str, Any]:
-    """Returns seconds and bytes of each method at each rung, and the exponents."""
+    """Returns the seconds of each method at each rung, and the exponents."""
     rows: dict[str, Any] = {method: {} for method in METHODS}
     rows["forward pass"] = {}
     for size, rung in LADDERS[name].items():
@@ -92,13 +92,12 @@ def climb(name: str) -> dict[str, Any]:
 
 
 def _measured(model: nn.Module, batches: list, method: lw.Method, params: Any, x: Tensor) -> dict[str, Any]:
-    kept = lw.plan(model, batches, method, params=params).kept_bytes
     try:
         posterior, fit = least(lambda: lw.fit(model, batches, method, params=params, progress=False))
     except lw.LapwingError as error:
-        return {"kept_bytes": kept, "refused": str(error)}
+        return {"refused": str(error)}
     _, predict = least(lambda: posterior.predict(x).probs)
-    return {"fit": fit, "predict": predict, "kept_bytes": kept}
+    return {"fit": fit, "predict": predict}
 
 
 def _exponents(rungs: dict[int, dict[str, Any]]) -> dict[str, float]:

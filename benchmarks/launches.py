@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lapwing as lw
 from papers.common.measure import fastest
-from papers.common.networks import BasicBlock, ResNet20, vit
+from papers.common.networks import BasicBlock, Logits, ResNet20, gpt2, logits_vit
 from papers.common.tables import grid
-from papers.streamlined.transformers import gpt2
 
 SEED, THREADS, PACKAGES = 0, 1, ("transformers",)
 COMPARED = ("MLP", "CNN", "ResNet-20 on 8 x 8 pixels")
@@ -77,17 +76,7 @@ def cnn() -> tuple[nn.Module, Tensor, int]:
 
 def texts() -> tuple[nn.Module, Tensor, int]:
     """GPT-2 of four blocks of width 96 on texts of 16 tokens."""
-    model = gpt2(words=200, length=16)
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.model(tokens).logits
-
-    return Logits(), torch.randint(2, 200, (50, 16)), 2
+    return Logits(gpt2(words=200, length=16)), torch.randint(2, 200, (50, 16)), 2
 
 
 def resnet18() -> tuple[nn.Module, Tensor, int]:
@@ -104,7 +93,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Tensor, int]]] = {
     "CNN": cnn,
     "ResNet-20 on 8 x 8 pixels": lambda: (ResNet20(), torch.randn(50, 3, 8, 8), 10),
     "ResNet-18 on 8 x 8 pixels": resnet18,
-    "ViT of four blocks": lambda: (vit(), torch.randn(50, 3, 32, 32), 10),
+    "ViT of four blocks": lambda: (logits_vit(), torch.randn(50, 3, 32, 32), 10),
     "GPT-2 of four blocks": texts,
 }
 

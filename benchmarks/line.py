@@ -8,6 +8,7 @@ that overlap on the left, with a gap on the right. All have one input. The resul
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from papers.common import drawing
+from papers.common.training import train
 
 DRAWS = 12
 FACTORS = {"δ / 100": 0.01, "δ as chosen": 1.0, "100 δ": 100.0}
@@ -27,12 +29,7 @@ def rounded(values: Tensor) -> list[float]:
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, loss: Any, steps: int = 1000) -> nn.Module:
     """Trains a network by Adam on all rows at once."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss(model(x), y).backward()
-        optimiser.step()
-    return model.eval()
+    return train(model, (x, y), repeat(slice(None), steps), torch.optim.Adam(model.parameters(), 1e-2), loss)
 
 
 def network(outputs: int = 1) -> nn.Module:

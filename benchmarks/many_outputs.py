@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
-from lapwing.network.generic import WeightProducts
-from lapwing.tangent import split
 from papers.common.measure import ratio, timed
 
 SEED = 0
@@ -58,26 +56,13 @@ def _cost(function: Callable[[], Any], model: nn.Module, x: Tensor, rounds: int)
 
 
 def _draws(name: str, method: lw.Method, exact: bool = False) -> dict[str, Any]:
-    """Returns the costs of one draw: its products with J, all in all, and the draw of the weights.
-
-    The exact variances are those of one input.
-    """
+    """Returns the cost of variances by draws, and of the exact ones of one input."""
     model, x = globals()[name]()
     with torch.no_grad():
         y = model.eval()(x)
     posterior = lw.fit(model, [(x[:4], y[:4])], method, likelihood=lw.Gaussian(0.01), prior_precision=1.0)
-    products = WeightProducts(posterior.tangent.call_with, posterior.tangent.parameters)
-    steps = split(posterior.tangent.blocks, posterior.covariance.sample(DRAWS, torch.Generator().manual_seed(0)))
-    way = lw.Linearized(draws=DRAWS)
-    row = {
-        "products": _cost(torch.no_grad()(lambda: products(steps, x)), model, x, 3),
-        "all in all": _cost(lambda: posterior.latent(x, via=way).variance, model, x, 3),
-        "draws of the weights": _cost(
-            lambda: posterior.covariance.sample(DRAWS, torch.Generator().manual_seed(0)), model, x, 3
-        ),
-    }
-    for cost in row.values():
-        cost["ratio_a_draw"] = cost["ratio"] / DRAWS
+    cost = _cost(lambda: posterior.latent(x, via=lw.Linearized(draws=DRAWS)).variance, model, x, 3)
+    row = {"all in all": {**cost, "ratio_a_draw": cost["ratio"] / DRAWS}}
     if exact:
         variance, seconds = timed(lambda: posterior.latent(x[:1], via=lw.Linearized()).variance)
         milliseconds = 1e3 * seconds
@@ -110,10 +95,10 @@ def _hundred_thousand(model: nn.Module, x: Tensor, method: lw.Method, draws: int
 
 
 def _classes(params: Any) -> dict[str, Any]:
-    """Returns the costs of the variances of ten of 1 000 classes, of all, and of all by draws."""
+    """Returns the costs of the variances of ten of 1 000 classes, and of all."""
     model, x = classifier()
     posterior = lw.fit(model.eval(), [(x, torch.arange(50))], lw.KFAC(), params=params, prior_precision=1.0)
-    ways = {"outputs=10": lw.Linearized(outputs=10), "all": lw.Linearized(), "draws=16": lw.Linearized(draws=DRAWS)}
+    ways = {"outputs=10": lw.Linearized(outputs=10), "all": lw.Linearized()}
     rounds = {"all": 10 if params is lw.last_layer else 1}
     return {
         name: _cost(lambda way=way: posterior.latent(x, via=way).variance, model, x, rounds.get(name, 5))  # type: ignore[misc]

@@ -130,11 +130,11 @@ class Sites:
                 target.copy_(sum(n * value for n, value in zip(shares, values, strict=True)) / sum(shares))
         return model
 
-    def best(self, candidates: Iterable[tuple[float, nn.Module]]) -> tuple[float, nn.Module]:
-        """Returns the candidate with the lowest NLL of the held-out rows, and its number."""
-        return min(candidates, key=lambda pair: nll(pair[1], self.held_out))
+    def best(self, candidates: Iterable[nn.Module]) -> nn.Module:
+        """Returns the candidate with the lowest NLL of the held-out rows."""
+        return min(candidates, key=lambda model: nll(model, self.held_out))
 
-    def summed(self, method: lw.Method) -> Iterator[tuple[str, Iterator[tuple[float, nn.Module]]]]:
+    def summed(self, method: lw.Method) -> Iterator[tuple[str, Iterator[nn.Module]]]:
         """Yields the merges by sums of curvatures at all δ, towards the base and towards the mean."""
         posteriors = self.fits(method)
         kind = Weights(posteriors[0])
@@ -148,15 +148,15 @@ class Sites:
             total, right = total + G, right + G @ kind.of(posterior.model)
         values, vectors = torch.linalg.eigh((total + total.T) / 2)
 
-        def merges(centre: Tensor) -> Iterator[tuple[float, nn.Module]]:
+        def merges(centre: Tensor) -> Iterator[nn.Module]:
             for delta in DELTAS:
                 rotated = vectors.T @ (right - total @ centre) / (values.clamp_min(0) + delta)
-                yield delta, kind.put(self.base, centre + vectors @ rotated)
+                yield kind.put(self.base, centre + vectors @ rotated)
 
         yield "towards the base", merges(kind.of(self.base))
         yield "towards the mean", merges(kind.of(self.mean()))
 
-    def ties(self) -> Iterator[tuple[float, nn.Module]]:
+    def ties(self) -> Iterator[nn.Module]:
         """Yields the merges of TIES at all densities and factors."""
         base = nn.utils.parameters_to_vector(self.base.parameters()).detach()
         changes = torch.stack([nn.utils.parameters_to_vector(m.parameters()).detach() - base for m in self.models])
@@ -169,9 +169,9 @@ class Sites:
             merged = agree.sum(0) / agree.ne(0).sum(0).clamp_min(1)
             model = copy.deepcopy(self.base)
             nn.utils.vector_to_parameters(base + factor * merged, model.parameters())
-            yield density, model
+            yield model
 
-    def regmean(self) -> Iterator[tuple[float, nn.Module]]:
+    def regmean(self) -> Iterator[nn.Module]:
         """Yields the merges of RegMean at all shares of the off-diagonals; a bias is the weight of a constant input."""
         posteriors = self.fits(lw.KFAC())
         kind = Weights(posteriors[0])
@@ -192,7 +192,7 @@ class Sites:
                 total = torch.stack(grams).sum(0)
                 solved = mean + torch.linalg.pinv(total, hermitian=True, rtol=1e-6) @ (right - total @ mean)
                 merged[block.name] = solved.T.flatten()
-            yield share, kind.put(self.base, join_blocks(kind.blocks, merged))
+            yield kind.put(self.base, join_blocks(kind.blocks, merged))
 
 
 def digits(seed: int) -> Part:
@@ -222,12 +222,11 @@ def scored(network: str, count: int, share: float, seed: int) -> dict[str, Any]:
     # 2. merges
     merged: dict[str, nn.Module] = {
         "base": base, "mean": sites.mean(), "joint": descended(base, every, STEPS, rate),
-        "TIES": sites.best(sites.ties())[1], "RegMean": sites.best(sites.regmean())[1],
+        "TIES": sites.best(sites.ties()), "RegMean": sites.best(sites.regmean()),
     }  # fmt: skip
-    deltas = {}
     for name, method in {"diagonal": lw.Diagonal(), "KFAC": lw.KFAC(), "full": lw.Full(form="primal")}.items():
         for towards, candidates in sites.summed(method):
-            deltas[f"{name}, {towards}"], merged[f"{name}, {towards}"] = sites.best(candidates)
+            merged[f"{name}, {towards}"] = sites.best(candidates)
     # 3. scores
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -236,10 +235,8 @@ def scored(network: str, count: int, share: float, seed: int) -> dict[str, Any]:
             found[name] = {key: scores[key] for key in ("nll", "accuracy")}
         alone = [class_scores(model(x[held_out:]).softmax(-1), y[held_out:])["accuracy"] for model in models]
     gap = found["mean"]["nll"] - found["joint"]["nll"]
-    for name, row in found.items():
+    for row in found.values():
         row["closed"] = (found["mean"]["nll"] - row["nll"]) / gap
-        if name in deltas:
-            row["delta"] = deltas[name]
     return {"alone": statistics.fmean(alone), **found}
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from papers.common.data import Part, Table, random_rows, rows_and_targets, standardised
+from papers.common.measure import timed
 from papers.common.networks import mlp
 from papers.common.scores import interval_scores
 from papers.common.tables import grid
@@ -161,9 +162,8 @@ def scores(model: nn.Module, table: Table, tune: lw.Tuning | None) -> dict[str, 
     """Returns coverage and NLL of a fit on the test rows, whether it warned, and its seconds."""
     heard, log = Warnings(), logging.getLogger("lapwing")
     log.addHandler(heard)
-    start = time.process_time()
-    posterior = lw.fit(model, table.train, likelihood=ONE_NOISE, tune=tune, progress=False)
-    seconds = time.process_time() - start
+    fit = partial(lw.fit, model, table.train, likelihood=ONE_NOISE, tune=tune, progress=False)
+    posterior, seconds = timed(fit, time.process_time)
     log.removeHandler(heard)
     found = interval_scores(posterior.predict(table.test[0]), table.test[1])
     return {

@@ -23,9 +23,9 @@ from papers.common.data import batched
 from papers.common.scores import averaged
 
 
-def by_parts(score: Any, x: Tensor) -> Tensor:
+def by_parts(score: Any, x: Tensor, size: int = 100) -> Tensor:
     """Returns the scores of inputs, batch by batch."""
-    return torch.cat([score(part) for part in x.split(100)])
+    return torch.cat([score(part) for part in x.split(size)])
 
 
 @torch.no_grad()

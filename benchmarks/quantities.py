@@ -97,25 +97,29 @@ def chosen(rule: str, posterior: lw.Posterior, pool: Tensor, targets: Tensor, se
     return torch.tensor(rows)
 
 
-def learned(table: str, rule: str, seed: int) -> list[float]:
-    """Returns the test RMSE before the first round and after each."""
+def learned(table: str, rule: str, seed: int, fit: Callable[..., Any] = lw.fit) -> tuple[list[float], list[Any]]:
+    """Returns the test RMSE of the network before the first round and after each, and what `fit(model, data)` made."""
     x, y, x_test, y_test = data(TABLES[table], seed)
     x, y, targets = x[:POOL], y[:POOL], x[POOL : POOL + 100]
-    known, errors = torch.arange(STARTED), []
+    known, errors, fits = torch.arange(STARTED), [], []
     for step in range(ROUNDS + 1):
         model = trained(x[known], y[known], seed)
         with torch.no_grad():
-            errors.append(float((model(x_test) - y_test).square().mean().sqrt()))
-        if step < ROUNDS:
-            posterior = lw.fit(model, (x[known], y[known]))
-            pool = torch.arange(len(x))[~torch.isin(torch.arange(len(x)), known)]
-            known = torch.cat([known, pool[chosen(rule, posterior, x[pool], targets, 100 * seed + step)]])
-    return errors
+            errors.append(rmse(model(x_test), y_test))
+        fits.append(fit(model, (x[known], y[known])))
+        pool = torch.arange(len(x))[~torch.isin(torch.arange(len(x)), known)]
+        known = torch.cat([known, pool[chosen(rule, fits[-1], x[pool], targets, 100 * seed + step)]])
+    return errors, fits
+
+
+def rmse(mean: Tensor, y: Tensor) -> float:
+    """Returns the root of the mean squared error."""
+    return float((mean - y).square().mean().sqrt())
 
 
 def labels(table: str) -> dict[str, Any]:
     """Returns the RMSE of each rule."""
-    return {rule: summary(torch.tensor([learned(table, rule, seed) for seed in range(RUNS)])) for rule in RULES}
+    return {rule: summary(torch.tensor([learned(table, rule, seed)[0] for seed in range(RUNS)])) for rule in RULES}
 
 
 def summary(runs: Tensor) -> dict[str, Any]:

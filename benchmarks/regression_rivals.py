@@ -2,11 +2,10 @@
 
     python -m venv rivals && rivals/bin/pip install -e .[eval,mapie] laplace-torch ngboost
     rivals/bin/python -m benchmarks regression_rivals --missing --minutes 60       # a later run continues
-    rivals/bin/python -m benchmarks regression_rivals --tables concrete,airfoil --seeds 0 --methods "lapwing,NGBoost"
+    rivals/bin/python -m benchmarks regression_rivals 'concrete 0: *' '*: NGBoost'         # some parts, the others stay
 
-Needs the tables that LAPWING_DATA names. A part is one method on one table with one seed. `--methods` runs some
-methods again and keeps the numbers of the others. A rival whose package is not installed is skipped, and a method that
-fails has no row: a line says so, and the next run with `--missing` tries again.
+Needs the tables that LAPWING_DATA names. A part is one method on one table with one seed. A rival whose package is not
+installed has no parts. A method that fails has no row: a line says so, and the next run with `--missing` tries again.
 
 The real tables with 150 rows or more are used as they are; columns with missing entries are left out. A fifth of the
 rows, at most 1 000, are test rows. An eighth, 60 to 500, are held out. Up to 5 000 other rows train. Inputs and targets
@@ -22,6 +21,7 @@ thread: "training" of the networks, and "fit" with all choices on held-out rows.
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ from papers.common.networks import mlp
 from papers.common.tables import grid
 from papers.common.training import Loss, adam, kept_tensors
 
-THREADS = 1
+THREADS, SEEDS = 1, (0, 1, 2)
 EPOCHS, RATE, BATCH = 60, 5e-3, 100
 TRAINED, HELD_OUT, TESTED = 5000, (60, 500), 1000
 """Maximum number of training rows, minimum and maximum number of held-out rows, maximum number of test rows."""
@@ -467,22 +467,10 @@ def row(name: str, seed: int, method: str) -> Row | None:
     return {**{key: round(value, 4) for key, value in found.items() if key != "quarters"}, **quarters}
 
 
-def parts(tables: str = "", seeds: str = "0,1,2", methods: str = "") -> dict[str, Callable[[], Row | None]]:
-    """Returns a row for each table, seed and method; names are joined by commas, and an empty text means all."""
-    wanted = {"tables": tables.split(",") if tables else [*TABLES], "methods": methods.split(",") if methods else []}
-    for what, known in (("tables", TABLES), ("methods", METHODS)):
-        if unknown := set(wanted[what]) - set(known):
-            raise SystemExit(f"There are no {what} {', '.join(unknown)}. Name some of {', '.join(known)}.")
-    installed = []
-    for method in wanted["methods"] or METHODS:
-        if find_spec(METHODS[method][2]):
-            installed.append(method)
-        else:
-            print(f"{method} is skipped: install {MODULES[METHODS[method][2]]}.")
-    return {
-        f"{name} {seed}: {method}": partial(row, name, int(seed), method)
-        for name in wanted["tables"] for seed in seeds.split(",") for method in installed
-    }  # fmt: skip
+def parts() -> dict[str, Callable[[], Row | None]]:
+    """Returns a row for each table, seed and installed method."""
+    runs = itertools.product(TABLES, SEEDS, [method for method in METHODS if find_spec(METHODS[method][2])])
+    return {f"{name} {seed}: {method}": partial(row, name, seed, method) for name, seed, method in runs}
 
 
 # ---- tables of a page
@@ -538,54 +526,49 @@ def _cell(values: Sequence[float | None], digits: int, of: Callable[[list[float]
     return f"{of(known):.{digits}f}" if known else ""
 
 
-def medians(found: Mapping[str, Mapping[str, Seeds]]) -> str:
+COLUMNS = {
+    "medians": (
+        "tables", "gain, nats", "least gain", "CRPS", "coverage", "86 to 94 %", "quarters 82 to 97 %", "width",
+        "training, s", "fit, s",
+    ),
+    "summary": ("gain, nats", "coverage", "86 to 94 %", "width", "seconds"),
+}  # fmt: skip
+"""Table of medians -> its columns."""
+
+
+def cells(of: Mapping[str, Seeds], base: Mapping[str, Seeds]) -> dict[str, str]:
+    """Returns column -> medians of a method over tables; "seconds" are of training and fit together."""
+    pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
+    gains, cover = [gain(*pair) for pair in pairs], [mean_coverage(rows) for rows in of.values()]
+    quarters = [part for rows in of.values() if (part := mean_quarters(rows))]
+    even = sum(all(_inside(value, QUARTER_INSIDE) for value in part) for part in quarters)
+    seconds = {
+        column: [fmean(sum(row[key] for key in keys) for row in rows.values()) for rows in of.values()]
+        for column, keys in {"training, s": ["training"], "fit, s": ["fit"], "seconds": ["training", "fit"]}.items()
+    }
+    return {
+        "tables": str(len(of)), "gain, nats": _cell(gains, 3), "least gain": _cell(gains, 3, min),
+        "CRPS": _cell([ratio(*pair, "crps") for pair in pairs], 3), "coverage": f"{100 * median(cover):.1f} %",
+        "86 to 94 %": str(sum(_inside(value, INSIDE) for value in cover)),
+        "quarters 82 to 97 %": f"{even} of {len(quarters)}" if quarters else "",
+        "width": _cell([ratio(*pair, "width") for pair in pairs], 2),
+        **{column: _cell(values, 1) for column, values in seconds.items()},
+    }  # fmt: skip
+
+
+def medians(found: Mapping[str, Mapping[str, Seeds]], columns: Sequence[str]) -> str:
     """Returns a table of medians over tables, a row for each method."""
     base, lines = found.get("one variance", {}), {}
     for method, of in found.items():
-        pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
-        gains = [gain(*pair) for pair in pairs]
-        cover = [mean_coverage(rows) for rows in of.values()]
-        quarters = [part for rows in of.values() if (part := mean_quarters(rows))]
-        even = sum(all(_inside(value, QUARTER_INSIDE) for value in part) for part in quarters)
-        seconds = [[fmean(row[key] for row in rows.values()) for rows in of.values()] for key in ("training", "fit")]
-        lines[METHODS[method][0]] = [
-            str(len(of)), _cell(gains, 3), _cell(gains, 3, min), _cell([ratio(*pair, "crps") for pair in pairs], 3),
-            f"{100 * median(cover):.1f} %", str(sum(_inside(value, INSIDE) for value in cover)),
-            f"{even} of {len(quarters)}" if quarters else "", _cell([ratio(*pair, "width") for pair in pairs], 2),
-            *(_cell(part, 1) for part in seconds),
-        ]  # fmt: skip
-    columns = (
-        "tables", "gain, nats", "least gain", "CRPS", "coverage", "86 to 94 %", "quarters 82 to 97 %", "width",
-        "training, s", "fit, s",
-    )  # fmt: skip
+        row = cells(of, base)
+        lines[METHODS[method][0]] = [row[column] for column in columns]
     return grid(columns, lines, right=True)
 
 
-def summary(found: Mapping[str, Mapping[str, Seeds]]) -> str:
-    """Returns a short table of medians over tables, a row for each method; seconds are of training and fit together."""
-    base, lines = found.get("one variance", {}), {}
-    for method, of in found.items():
-        pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
-        cover = [mean_coverage(rows) for rows in of.values()]
-        seconds = [fmean(row["training"] + row["fit"] for row in rows.values()) for rows in of.values()]
-        lines[METHODS[method][0]] = [
-            _cell([gain(*pair) for pair in pairs], 3), f"{100 * median(cover):.1f} %",
-            str(sum(_inside(value, INSIDE) for value in cover)), _cell([ratio(*pair, "width") for pair in pairs], 2),
-            _cell(seconds, 1),
-        ]  # fmt: skip
-    return grid(["gain, nats", "coverage", "86 to 94 %", "width", "seconds"], lines, right=True)
-
-
 README = (
-    "one variance",
-    "laplace-torch",
-    "ensemble",
-    "conformal quantiles",
-    "lapwing alone",
-    "constant",
-    "lapwing",
+    "one variance", "laplace-torch", "ensemble", "conformal quantiles", "lapwing alone", "constant", "lapwing",
     "lapwing ensemble",
-)
+)  # fmt: skip
 """Rows of the table of the README."""
 
 
@@ -593,10 +576,9 @@ def readme(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     """Returns the table of the README, medians over tables."""
     base, lines = found["one variance"], {}
     for method in (name for name in README if name in found):
-        pairs = [(rows, base.get(name, {})) for name, rows in found[method].items()]
-        inside = sum(_inside(mean_coverage(rows), INSIDE) for rows, _ in pairs)
-        gains, widths = [gain(*pair) for pair in pairs], [ratio(*pair, "width") for pair in pairs]
-        lines[METHODS[method][0]] = [_cell(gains, 2), f"{inside} of {len(pairs)}", _cell(widths, 2)]
+        row = cells(found[method], base)
+        gains = [gain(rows, base.get(name, {})) for name, rows in found[method].items()]
+        lines[METHODS[method][0]] = [_cell(gains, 2), f"{row['86 to 94 %']} of {row['tables']}", row["width"]]
     return grid(["gain, nats", "86 to 94 %", "width"], lines, right=True)
 
 
@@ -614,20 +596,8 @@ def gains_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
     return grid(["NLL of one noise variance", *columns], lines, right=True)
 
 
-def coverage_by_table(found: Mapping[str, Mapping[str, Seeds]]) -> str:
-    """Returns the coverage of 90 % intervals in per cent, and in brackets of each quarter, the narrowest first."""
-    names = [name for name in TABLES if any(name in of for of in found.values())]
-    lines = {name: [_covers(of[name]) if name in of else "" for of in found.values()] for name in names}
-    return grid(list(found), lines, right=True)
-
-
-def _covers(rows: Seeds) -> str:
-    quarters = " ".join(f"{100 * part:.0f}" for part in mean_quarters(rows))
-    return f"{100 * mean_coverage(rows):.0f}" + (f" ({quarters})" if quarters else "")
-
-
 def tables(results: Mapping[str, Row]) -> dict[str, str]:
-    """Returns medians over tables, short, in full and for the README; and gains and coverage of each table."""
+    """Returns medians over tables, short, in full and for the README; and gains of each table."""
     found = collected(results)
-    return {"summary": summary(found), "README": readme(found), "medians": medians(found),
-            "gains": gains_by_table(found), "coverage": coverage_by_table(found)}  # fmt: skip
+    of_medians = {name: medians(found, columns) for name, columns in COLUMNS.items()}
+    return {**of_medians, "README": readme(found), "gains": gains_by_table(found)}

@@ -9,7 +9,6 @@ cut into groups of n; five seeds.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from lapwing.integrations.huggingface import preferences, rewards
 from lapwing.prediction.quantities import Quantity
 from papers.common.scores import averaged
 from papers.common.tables import grid
-from papers.common.training import seeded
+from papers.common.training import of_best_epoch, seeded, train
 
 PACKAGES = ("transformers",)
 WORDS, LENGTH, PAIRS, HELD_OUT, PROMPTS, ANSWERS = 40, 12, 300, 150, 8, 256
@@ -54,7 +53,7 @@ def pairs(frequencies: Tensor, values: Tensor, count: int) -> list[dict[str, Ten
     return [{"input_ids_chosen": one, "input_ids_rejected": other} for one, other in batches]
 
 
-def trained(train: list[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> nn.Module:
+def trained(data: list[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -> nn.Module:
     """Returns a reward model as it was after the epoch with the least loss on held-out pairs."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -65,22 +64,14 @@ def trained(train: list[dict[str, Tensor]], held_out: list[dict[str, Tensor]]) -
     model: Any = LlamaForSequenceClassification(config)
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.01)
 
-    def loss(batch: dict[str, Tensor]) -> Tensor:
+    def loss(batch: Any) -> Tensor:
         difference = model(batch["input_ids_chosen"]).logits - model(batch["input_ids_rejected"]).logits
         return -F.logsigmoid(difference).mean()
 
-    best, kept = float("inf"), model.state_dict()
-    for _ in range(40):
-        for batch in train:
-            optimiser.zero_grad()
-            loss(batch).backward()
-            optimiser.step()
-        with torch.no_grad():
-            value = float(torch.stack([loss(batch) for batch in held_out]).mean())
-        if value < best:
-            best, kept = value, copy.deepcopy(model.state_dict())
-    model.load_state_dict(kept)
-    return model.eval()
+    def epoch() -> None:
+        train(model, (data, data), range(len(data)), optimiser, lambda value, _: value, forward=loss)
+
+    return of_best_epoch(model, epoch, lambda: torch.stack([loss(batch) for batch in held_out]).mean(), 40)
 
 
 def of_chosen(found: Quantity, true: Tensor, number: int, beta: float | None) -> float:
@@ -99,13 +90,13 @@ def run(seed: int) -> dict[str, Any]:
     with seeded(seed):
         values, order = torch.randn(WORDS + 1), torch.randperm(WORDS)
         frequencies = torch.arange(1, WORDS + 1).float().pow(-1.2)[order]
-        train, held_out = pairs(frequencies, values, PAIRS), pairs(frequencies, values, HELD_OUT)
-        model = trained(train, held_out)
+        data, held_out = pairs(frequencies, values, PAIRS), pairs(frequencies, values, HELD_OUT)
+        model = trained(data, held_out)
         kinds = {"same words": frequencies, "even words": torch.ones(WORDS)}
         prompts = {kind: [drawn(each, ANSWERS) for _ in range(PROMPTS)] for kind, each in kinds.items()}
     row: dict[str, Any] = {}
     for name, (held, options) in FITS.items():
-        posterior = lw.fit(model, **preferences(train, validation=held_out if held else None), **options)
+        posterior = lw.fit(model, **preferences(data, validation=held_out if held else None), **options)
         for kind, every in prompts.items():
             parts = [(rewards(posterior, {"input_ids": answers}), gold(answers, values)) for answers in every]
             for number in NUMBERS:

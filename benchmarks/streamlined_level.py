@@ -9,6 +9,7 @@ forward passes in eager mode: one thread, CPU time, the fastest of many. One see
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -48,25 +49,15 @@ class Pooled(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
-class Hidden(nn.Module):
+def hidden() -> nn.Module:
     """Three convolutions with max pooling, and two linear layers."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((1, 16), (16, 32), (32, 32)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers[:-1], nn.Flatten(), nn.Linear(32 * 49, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    def __init__(self) -> None:
-        super().__init__()
-        convolutions = [
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.Conv2d(32, 32, 3, padding=1),
-        ]
-        first, second, third = convolutions
-        self.body = nn.Sequential(
-            first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2), third, nn.ReLU(), nn.Flatten()
-        )
-        self.head = nn.Sequential(nn.Linear(32 * 49, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns logits."""
-        return self.head(self.body(x))
+KINDS: dict[str, Callable[[], nn.Module]] = {"Pooled": Pooled, "Hidden": hidden}
 
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 5) -> nn.Module:
@@ -110,23 +101,21 @@ def nearness(model: nn.Module, name: str, size: int, precision: float) -> dict[s
 
 
 @cache
-def network(kind: type[nn.Module]) -> nn.Module:
+def network(kind: str) -> nn.Module:
     """Returns a network trained on 6 000 images of Fashion-MNIST."""
     data = images("fashion_mnist")
-    return trained(kind(), data.x_train[:6000], data.y_train[:6000])
+    return trained(KINDS[kind](), data.x_train[:6000], data.y_train[:6000])
 
 
 def parts() -> dict[str, Callable[[], Any]]:
     """Returns the networks at prior precisions δ."""
 
-    def small(kind: type[nn.Module], precision: float) -> dict[str, dict[str, float]]:
+    def small(kind: str, precision: float) -> dict[str, dict[str, float]]:
         return nearness(network(kind), "fashion_mnist", 6000, precision)
 
     def resnet(precision: float) -> dict[str, dict[str, float]]:
         return nearness(cifar_resnet20(), "cifar10", 50_000, precision)
 
     found = {f"ResNet-20, δ = {precision:g}": partial(resnet, precision) for precision in (1e3, 1e4)}
-    for kind in (Pooled, Hidden):
-        for precision in (1e2, 1e3):
-            found[f"{kind.__name__}, δ = {precision:g}"] = partial(small, kind, precision)
-    return found
+    pairs = itertools.product(KINDS, (1e2, 1e3))
+    return found | {f"{kind}, δ = {precision:g}": partial(small, kind, precision) for kind, precision in pairs}

@@ -67,4 +67,3 @@ def test_tables_compare_rows_of_the_same_seed() -> None:
     assert "| split conformal (MAPIE) | 1 |  |  | 1.000 |" in found["medians"]
     assert "| `lw.fit(..., validation=)` | 0.300 | 85.0 % | 1 | 1.00 | 1.5 |" in found["summary"]
     assert "| real estate | 2.000 | 0.100 |\n| concrete | 2.000 | 0.500 |" in found["gains"]
-    assert "| concrete | 90 | 90 (90 80 90 90) |" in found["coverage"]

@@ -5,7 +5,6 @@ A predictor takes inputs and returns a distribution of torch: a Normal for each 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -76,10 +75,7 @@ def default(model: nn.Module, data: Data, **options: Any) -> tuple[Predictor, di
 
 def validated(model: nn.Module, data: Data, **options: Any) -> tuple[Predictor, dict[str, Any]]:
     """Returns lapwing's posterior of the training rows, tuned on the validation rows."""
-    val = _batches(data.val)
-    if "validation" in inspect.signature(lw.fit).parameters:
-        return default(model, data, validation=val, **options)
-    return default(model, data, tune=lw.Validation(val), **options)
+    return default(model, data, validation=_batches(data.val), **options)
 
 
 def _batches(part: Part) -> Batches:

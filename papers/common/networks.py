@@ -91,6 +91,10 @@ def stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(BasicBlock(inputs, outputs, stride), *rest)
 
 
+PADDING, UNKNOWN = 0, 1
+"""Tokens of texts."""
+
+
 class Logits(nn.Module):
     """A network of transformers that returns a tensor."""
 
@@ -103,16 +107,52 @@ class Logits(nn.Module):
         return self.model(x).logits
 
 
-def vit() -> nn.Module:
-    """Returns a ViT of four blocks of width 128 on 64 patches of 4 x 4 pixels, in eval mode."""
+def vit(
+    size: int = 28, patch: int = 7, width: int = 64, layers: int = 4, classes: int = 10, channels: int = 1
+) -> nn.Module:
+    """Returns a Hugging Face ViT with random weights.
+
+    Args:
+        size: of the images, in pixels a side.
+        patch: likewise, of a patch.
+        width: of the tokens.
+        layers: blocks of attention and an MLP of twice the width.
+        classes: outputs.
+        channels: of the images.
+    """
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=32, patch_size=4, num_channels=3, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=256,
+        image_size=size, patch_size=patch, num_channels=channels, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=4, intermediate_size=2 * width,
     )  # fmt: skip
-    config.num_labels = 10
-    return Logits(ViTForImageClassification(config)).eval()
+    config.num_labels = classes
+    return ViTForImageClassification(config)
+
+
+def gpt2(words: int, length: int, width: int = 96, layers: int = 4, classes: int = 2) -> nn.Module:
+    """Returns a Hugging Face GPT-2 that classifies by the last token that is not padding, with random weights.
+
+    Args:
+        words: of the vocabulary.
+        length: most tokens of a text.
+        width: of the tokens.
+        layers: blocks of attention and an MLP of four times the width.
+        classes: outputs.
+    """
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(
+        vocab_size=words, n_positions=length, n_embd=width, n_layer=layers, n_head=4,
+        pad_token_id=PADDING, bos_token_id=UNKNOWN, eos_token_id=UNKNOWN,
+    )  # fmt: skip
+    config.num_labels = classes
+    return GPT2ForSequenceClassification(config)
+
+
+def logits_vit() -> nn.Module:
+    """Returns a ViT of four blocks of width 128 on 64 patches of 4 x 4 pixels, in eval mode; it returns a tensor."""
+    return Logits(vit(32, 4, 128, channels=3)).eval()
 
 
 def mnist_cnn() -> MnistCNN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,3 +53,16 @@ def averaged(runs: Sequence[Any]) -> dict[str, Any]:
     values = [float(run) for run in runs]
     spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return {"mean": statistics.fmean(values), "standard_error": spread}
+
+
+def paired(runs: Mapping[str, Any], of: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns by task the averages over its seeds of what `of(rows)` returns, such as differences of two rows.
+
+    Args:
+        runs: "task, seed 0" -> rows.
+        of: rows of one run -> numbers by name.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for run, rows in runs.items():
+        found.setdefault(run.partition(", seed")[0], []).append(of(rows))
+    return {task: averaged(seeds) for task, seeds in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -76,6 +77,19 @@ def train(
         optimiser.step(closure)  # type: ignore[arg-type]  # torch asks for a float, and takes a tensor
         if schedule is not None:
             schedule.step()
+    return model.eval()
+
+
+def of_best_epoch(model: Network, epoch: Callable[[], Any], loss: Callable[[], Tensor], epochs: int) -> Network:
+    """Trains a network by calls of `epoch`; returns it, in eval mode, as it was when the held-out `loss` was least."""
+    best, state = math.inf, model.state_dict()
+    for _ in range(epochs):
+        epoch()
+        with torch.no_grad():
+            now = float(loss())
+        if now < best:
+            best, state = now, copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
     return model.eval()
 
 
@@ -168,15 +182,12 @@ def kept(model: Network, name: str, make: Callable[[], Any]) -> Network:
         name: of its file in the folder that LAPWING_NETWORKS names; without that variable nothing is kept.
         make: trains it.
     """
-    folder = os.environ.get("LAPWING_NETWORKS")
-    path = Path(folder) / f"{name}.safetensors" if folder else None
-    if path is not None and path.is_file():
-        model.load_state_dict(load_file(path))
-        return model.eval()
-    make()
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, path)
+
+    def weights() -> dict[str, Tensor]:
+        make()
+        return model.state_dict()
+
+    model.load_state_dict(kept_tensors(name, weights))
     return model.eval()
 
 

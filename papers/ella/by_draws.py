@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -12,25 +11,14 @@ from torch import Tensor
 
 import lapwing as lw
 from lapwing.covariance import Latent
-from lapwing.tangent import Tangent
-from papers.common.cifar import Cifar
-from papers.common.data import joined
+from papers.common.data import Batches, joined
 from papers.common.results import Rows, once, read
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
 from papers.common.training import kept_tensors
 from papers.ella import table1
-from papers.ella.shared import balanced_directions, contracted, curvatures, ella_latent
-from papers.ella.table1 import (
-    COUNTS,
-    DELTAS,
-    LINK,
-    RANKS,
-    TABLE_4,
-    Whole,
-    best_point,
-    scored,
-)  # fmt: skip
+from papers.ella.shared import balanced_directions, contracted
+from papers.ella.table1 import DELTAS, LINK, RANKS, TABLE_4, OneSpan, Whole, best_point
 
 SUMMED = 512
 """Training images of the largest curvature that is compared; rows of J are of all 14 000."""
@@ -51,60 +39,53 @@ def run(seeds: Sequence[int] = range(5), shown: int = 14_000, reported: int = 40
         reported: test images.
     """
     rows = Rows(__file__, {"images of the curvature": SUMMED, "reported": reported})
-    parts = once(lambda: Parts(seeds, shown, reported).all)
+    parts = once(lambda: Pieces([(ROWS, seed) for seed in seeds], shown, reported))
     for i, seed in enumerate(seeds):
-        span = once(partial(Span.of, parts, i))
+        span = once(partial(OneSpan.of, parts, i))
         for name, make in choices(span).items():
             rows.add(f"ELLA, seed {seed}", name, make)
     rows.facts["NLL minus the default link's choice"] = differences(rows.runs)
     return rows.all()
 
 
-class Parts:
-    """The ResNet-20's images on the directions of some spans: kept piece by piece, since Jacobians take minutes.
-
-    Args:
-        seeds: of the spans.
-        shown: training images that rows of J come from.
-        reported: test images.
-    """
-
-    def __init__(self, seeds: Sequence[int], shown: int, reported: int) -> None:
-        self.seeds, self.shown, self.setup = seeds, shown, Cifar.load(0, shown, reported)
-        train = self.setup.train[: -(-SUMMED // 100)]
-        self.batches = {"train": train, "val": self.setup.val, "test": self.setup.test}
+class Pieces(Whole):
+    """The ResNet-20's images on the directions of some spans: kept piece by piece, since Jacobians take minutes."""
 
     @cached_property
-    def tangent(self) -> Tangent:
-        """The network with all its weights."""
-        return Tangent.survey(self.setup.model, self.setup.train[0][0][:4])
-
-    def directions(self, seed: int) -> Tensor:
-        """Returns ELLA's directions of a seed (K, P)."""
+    def directions(self) -> Tensor:
+        """ELLA's directions of all spans (spans K, P)."""
         x, y = joined(self.setup.train)
-        make = lambda: {"found": balanced_directions(self.tangent, x, y, ROWS, Whole.rank, seed)}  # noqa: E731
-        return kept_tensors(f"ella_directions_{self.shown}_{ROWS}_{seed}", make)["found"]
+
+        def make(size: int, seed: int) -> dict[str, Tensor]:
+            return {"found": balanced_directions(self.tangent, x, y, size, self.rank, seed)}
+
+        names = {span: f"ella_directions_{len(x)}_{span[0]}_{span[1]}" for span in self.spans}
+        return torch.cat([kept_tensors(name, partial(make, *span))["found"] for span, name in names.items()])
+
+    def pieces(self, part: str, batches: Batches) -> dict[str, Tensor]:
+        """Returns outputs and features of a part, five batches a file."""
+        seeds, found = "_".join(str(seed) for _, seed in self.spans), []
+        for start in range(0, len(batches), 5):
+            x, _ = joined(batches[start : start + 5])
+            make = lambda x=x: contracted(self.tangent, x, self.directions)  # noqa: E731
+            found.append(kept_tensors(f"ella_{part}_{start}_{len(x)}_{seeds}", make))
+        return {name: torch.cat([piece[name] for piece in found]) for name in ("outputs", "features")}
 
     @cached_property
-    def every(self) -> Tensor:
-        """The directions of all spans (spans K, P)."""
-        return torch.cat([self.directions(seed) for seed in self.seeds])
-
-    def piece(self, part: str, start: int, count: int = 5) -> dict[str, Tensor]:
-        """Returns outputs and features of `count` batches of a part, from a batch on."""
-        x, _ = joined(self.batches[part][start : start + count])
-        seeds = "_".join(map(str, self.seeds))
-        return kept_tensors(f"ella_{part}_{start}_{len(x)}_{seeds}", lambda: contracted(self.tangent, x, self.every))
+    def train(self) -> dict[str, Tensor]:
+        """The first training images."""
+        found = self.pieces("train", self.setup.train[: -(-SUMMED // 100)])
+        return {name: values[:SUMMED] for name, values in found.items()}
 
     @cached_property
-    def all(self) -> dict[str, dict[str, Tensor]]:
-        """Part -> outputs, features and labels of all its images."""
-        found = {}
-        for part, batches in self.batches.items():
-            pieces = [self.piece(part, start) for start in range(0, len(batches), 5)]
-            found[part] = {name: torch.cat([piece[name] for piece in pieces]) for name in ("outputs", "features")}
-            found[part]["labels"] = joined(batches)[1]
-        return found
+    def val(self) -> dict[str, Tensor]:
+        """The validation images."""
+        return self.pieces("val", self.setup.val)
+
+    @cached_property
+    def test(self) -> dict[str, Tensor]:
+        """The reported images."""
+        return self.pieces("test", self.setup.test)
 
 
 def by_draws(latent: Callable[[float], Latent], labels: Tensor) -> tuple[float, float]:
@@ -126,58 +107,20 @@ def by_draws(latent: Callable[[float], Latent], labels: Tensor) -> tuple[float, 
     return loss(here), DELTAS[here]
 
 
-@dataclass(frozen=True)
-class Span:
-    """ELLA on the span of one M and seed.
-
-    Attributes:
-        val: outputs, features and labels of the validation images.
-        test: likewise of the reported images.
-        curvatures: n -> H_n.
-    """
-
-    val: dict[str, Tensor]
-    test: dict[str, Tensor]
-    curvatures: dict[int, Tensor]
-
-    @classmethod
-    def of(cls, parts: Callable[[], dict[str, dict[str, Tensor]]], place: int) -> Span:
-        """Returns the span at a place in the order of the spans."""
-        mine = slice(place * Whole.rank, (place + 1) * Whole.rank)
-        train, val, test = ({**part, "features": part["features"][..., mine]} for part in parts().values())
-        found = curvatures(train["outputs"], train["features"], [n for n in COUNTS if n <= SUMMED])
-        return cls(val, test, found)
-
-    def row(self, rank: int, choose: Callable[..., Any], only: Any = None) -> dict[str, Any]:
-        """Returns test scores at the n and δ of lowest validation NLL.
-
-        Args:
-            rank: K.
-            choose: `by_draws` or `best_point`.
-            only: the numbers n to compare; None compares all.
-        """
-        found = []
-        for n in only or self.curvatures:
-            latent = partial(ella_latent, self.val, self.curvatures[n][:rank, :rank])
-            found.append((*choose(latent, self.val["labels"])[:2], n))
-        loss, delta, n = min(found)
-        at = ella_latent(self.test, self.curvatures[n][:rank, :rank], delta)
-        return {"n": n, "prior precision": delta, "validation nll": loss, **scored(at, self.test["labels"])}
-
-
 DEFAULT = "n and prior by the default link"
 
 
-def choices(span: Callable[[], Span]) -> dict[str, Callable[[], dict[str, Any]]]:
+def choices(span: Callable[[], OneSpan]) -> dict[str, Callable[[], dict[str, Any]]]:
     """Returns row -> what makes it; K is 20, if the name has no other."""
+
+    def row(rank: int = 20, only: Sequence[int] | None = None) -> dict[str, Any]:
+        choose = lambda latent, labels, *_: (*by_draws(latent, labels), 1.0)  # noqa: E731
+        return span().row(only or span().counts, rank, choose=choose)
+
     makes: dict[str, Callable[[], dict[str, Any]]] = {
-        "n and prior": lambda: span().row(20, by_draws),
-        DEFAULT: lambda: span().row(20, best_point),
-        "prior alone": lambda: span().row(20, by_draws, only=(0,)),
-    }
-    for rank in RANKS:
-        makes[f"M = {ROWS}, K = {rank}"] = partial(lambda rank: span().row(rank, by_draws), rank)
-    return makes
+        "n and prior": row, DEFAULT: lambda: span().row(span().counts), "prior alone": partial(row, only=[0])
+    }  # fmt: skip
+    return makes | {f"M = {ROWS}, K = {rank}": partial(row, rank) for rank in RANKS}
 
 
 def differences(runs: Mapping[str, Any]) -> dict[str, Any]:

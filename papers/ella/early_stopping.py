@@ -11,6 +11,7 @@ import lapwing as lw
 from papers.common.cifar import LastLayer
 from papers.common.data import Batches, batched, images, joined, random_rows
 from papers.common.images import resized_crops
+from papers.common.measure import timed
 from papers.common.results import Rows, once
 from papers.common.scores import class_scores
 from papers.common.tables import grid, shown
@@ -52,9 +53,9 @@ def _crops(setup: Callable[[], LastLayer], seed: int) -> Batches:
 def _row(setup: Callable[[], LastLayer], held_out: Held | None, stop: Any) -> dict[str, float]:
     """Fits KFAC of the last layer and scores it on the reported images, by the default link."""
     tune = None if held_out is None else lw.EarlyStopping(held_out(), stop=stop)
-    (x, y), start = joined(setup().test), time.process_time()
-    posterior = lw.fit(setup().layer, setup().train, lw.KFAC(), prior_precision=DELTA, tune=tune)
-    seconds = time.process_time() - start
+    x, y = joined(setup().test)
+    fit = partial(lw.fit, setup().layer, setup().train, lw.KFAC(), prior_precision=DELTA, tune=tune)
+    posterior, seconds = timed(fit, time.process_time)
     scores = class_scores(posterior.predict(x).probs, y)
     return {"n": posterior.samples, "seconds": seconds, "nll": scores["nll"], "ece": scores["ece"]}
 

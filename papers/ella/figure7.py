@@ -24,6 +24,9 @@ DELTAS = tuple(10 ** (i / 2) for i in range(-8, 9))
 PUBLISHED_DELTA = 25.0
 """The paper's prior precision; the authors' program has this number times n/50 000."""
 
+FIXED, HALVED = (0.5, 5.0, 25.0, 50.0), 11
+"""Prior precisions that do not follow n, and how often n is halved."""
+
 FAST = {"seeds": (0,)}
 """Arguments of a run for `python -m papers verify`."""
 
@@ -59,22 +62,18 @@ class KeepPrefixes(Tuning):
         return posterior
 
 
-def last_layer_over_n(
-    setup: LastLayer, seed: int, fixed: Sequence[float] = (0.5, 5.0, 25.0, 50.0), prefixes: int = 11
-) -> dict[int, dict[str, dict[str, float]]]:
+def last_layer_over_n(setup: LastLayer, seed: int) -> dict[int, dict[str, dict[str, float]]]:
     """Scores exact linearised Laplace of the last layer (LLA*) with the curvature of n images, n growing.
 
     Args:
         setup: all of its training images are shown; the last n is 50 000, their sum scaled.
         seed: of the fit.
-        fixed: prior precisions that do not follow n.
-        prefixes: how often n is halved.
 
     Returns:
         n -> how the prior precision was found (fixed, rising with n as in the authors' program, by the evidence of the
         n images, by validation) -> scores on the test images, and that precision.
     """
-    keep = KeepPrefixes(prefixes)
+    keep = KeepPrefixes(HALVED)
     lw.fit(setup.layer, setup.train, lw.Full(), prior_precision=1.0, tune=keep, data_size=50_000, seed=seed)
     tangent = keep.found[0].tangent
     val, test = (
@@ -84,10 +83,10 @@ def last_layer_over_n(
     for posterior in keep.found:
         count = round(posterior.samples * posterior.data_factor)
         rising = PUBLISHED_DELTA * count / 50_000
-        at = {delta: posterior.with_prior(delta) for delta in (*DELTAS, *fixed, rising)}
+        at = {delta: posterior.with_prior(delta) for delta in (*DELTAS, *FIXED, rising)}
         evidence = {delta: float(at[delta].log_marginal_likelihood()) for delta in DELTAS}
         losses = {delta: _last_layer_scores(at[delta], val)["nll"] for delta in DELTAS}
-        chosen = {f"prior precision {delta:g}": delta for delta in fixed}
+        chosen = {f"prior precision {delta:g}": delta for delta in FIXED}
         chosen["prior precision rising with n"] = rising
         chosen["evidence"] = max(evidence, key=evidence.__getitem__)
         chosen["validation"] = min(losses, key=losses.__getitem__)

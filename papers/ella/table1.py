@@ -429,6 +429,7 @@ class OneSpan:
         residual: bool = False,
         fixed: Callable[[int], float] | None = None,
         temperatures: Sequence[float] = (1.0,),
+        choose: Callable[..., tuple[float, float, float]] = best_point,
     ) -> tuple[float, float, float, int]:
         """Returns the lowest validation NLL, and the δ, T and n that have it; `fixed` gives δ for each n."""
         found = []
@@ -436,7 +437,7 @@ class OneSpan:
             curvature = self.curvatures[n][:rank, :rank]
             latent = partial(ella_latent, self.val, curvature, residual=residual)
             deltas = DELTAS if fixed is None else (fixed(n),)
-            found.append((*best_point(latent, self.labels[0], temperatures, deltas), n))
+            found.append((*choose(latent, self.labels[0], temperatures, deltas), n))
         return min(found)
 
 

@@ -56,9 +56,6 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 def illustrative_regression(seed: int) -> dict[str, Any]:
     """Fits `y = sin 2x + ε` at two clusters of 8 points, as the authors do; returns divergences averaged over inputs.
 
-    Args:
-        seed: of the noise and the initial weights.
-
     Returns:
         Direction -> noise -> method -> mean divergence of the latents at 100 points of [-3, 3], in nats. "picture" has
         data, inputs, mean, and the standard deviation of each method at equal noise.

@@ -17,7 +17,7 @@ from torch import nn
 import lapwing as lw
 from papers.common.data import Batches, Part, batched, images, joined, random_rows
 from papers.common.results import Rows, once
-from papers.common.scores import averaged
+from papers.common.scores import paired
 from papers.common.tables import grid, shown
 from papers.common.training import ONE_NOISE
 from papers.optimal_subspace import figure2, table1, table2
@@ -139,11 +139,7 @@ def image_case(name: str, task: Task, seed: int) -> Case:
 
 def differences(runs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the NLL minus that of the network with the same seed, task -> row -> mean and standard error."""
-    found: dict[str, list[Any]] = {}
-    for run, rows in runs.items():
-        base = rows["network"]["nll"]
-        found.setdefault(run.partition(", seed")[0], []).append({row: of["nll"] - base for row, of in rows.items()})
-    return {name: averaged(of) for name, of in found.items()}
+    return paired(runs, lambda rows: {row: of["nll"] - rows["network"]["nll"] for row, of in rows.items()})
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

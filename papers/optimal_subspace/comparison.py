@@ -246,15 +246,7 @@ def curves(axis: Any, ways: Mapping[str, Any], measure: str) -> None:
 
 
 def table(tasks: Mapping[str, Any], names: Sequence[str], measure: str, ranks: Sequence[int], digits: int = 3) -> str:
-    """Returns one measure of every way at some s, a group of columns for each task.
-
-    Args:
-        tasks: of the results.
-        names: of the tasks.
-        measure: "relative_error", "trace" or "nll".
-        ranks: s.
-        digits: after the point.
-    """
+    """Returns one measure of every way at some s, a group of columns for each task."""
     rows: dict[str, list[str]] = {}
     for way in tasks[names[0]]:
         cells = []

@@ -119,13 +119,11 @@ def _scaled(x: Tensor) -> Tensor:
     return 2 * x - 1
 
 
-def image_task(
-    name: str, seed: int, shown: int = 400, test: int = 100
-) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+def image_task(name: str, seed: int) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
     """Returns the small CNN trained on MNIST or Fashion-MNIST, and random test images as X."""
     model, swag = train_cnn(name, seed)
     data = images(name)
-    picked, chosen = random_rows(data.x_train, shown, seed), random_rows(data.x_test, test, seed)
+    picked, chosen = random_rows(data.x_train, 400, seed), random_rows(data.x_test, 100, seed)
     train = batched(_scaled(data.x_train[picked]), data.y_train[picked])
     task = Task(model, train, len(data.x_train), lw.Categorical(), swag)
     return task, {"test": (_scaled(data.x_test[chosen]), data.y_test[chosen])}

@@ -36,11 +36,6 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 def dead_weights(name: str, raw: bool, seed: int) -> dict[str, Any]:
     """Trains a network, and returns the share of weights with gradient 0 at every training input, and at most of them.
 
-    Args:
-        name: one of `TABLES`.
-        raw: whether the inputs are as they are in the file, and not standardised.
-        seed: of the split and the network.
-
     Returns:
         "dead": share of the weights with gradient 0 at every training input; "nearly dead": share whose mean size of
         the gradient is at most 1e-6 of the largest; "active at most inputs": share whose gradient is not 0 at more than

@@ -83,12 +83,7 @@ def gaussian_nll(squares: Tensor, noise: float, spread: float = 0.0) -> float:
 
 
 def best_spread(squares: Tensor, noise: float) -> float:
-    """Returns the constant epistemic variance of the lowest NLL, `max(0, MSE_test - σ²)` (equation 31).
-
-    Args:
-        squares: squared errors of the test data.
-        noise: σ².
-    """
+    """Returns the constant epistemic variance of the lowest NLL, `max(0, MSE_test - σ²)` (equation 31)."""
     return max(0.0, float(squares.mean()) - noise)
 
 

@@ -14,7 +14,7 @@ from papers.common import drawing
 from papers.common.data import Part, batched, rows_and_targets
 from papers.common.networks import mlp
 from papers.common.results import Rows
-from papers.common.scores import averaged
+from papers.common.scores import paired
 from papers.common.training import kept, seeded, train
 from papers.optimal_subspace.comparison import LABELS, Task, compare_subspaces, curves, swag_from, table
 from papers.optimal_subspace.figure8 import gaussian_nll
@@ -42,14 +42,7 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 def compared(
     experiment: str, seeds: Sequence[int], shown: Mapping[str, int], ranks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns the rows and differences of `run` for some tables.
-
-    Args:
-        experiment: its `__file__`.
-        seeds: of the networks.
-        shown: table -> most training rows that posteriors sum over.
-        ranks: table -> s.
-    """
+    """Returns the rows and differences of `run` for tables with a number of rows, and with s of their own."""
     rows = Rows(experiment, {"rows of the curvature": dict(shown)})
     for seed in seeds:
         for name in shown:
@@ -61,10 +54,7 @@ def compared(
 def network(name: str, raw: bool, seed: int) -> tuple[nn.Module, Part, Part]:
     """Returns the 128-128 MLP, trained by full batches, and the rows that trained it and the others, a fifth.
 
-    Args:
-        name: one of `TABLES`.
-        raw: whether the inputs are as they are in the file, and not standardised.
-        seed: of the split and the network.
+    Raw inputs are as they are in the file, and not standardised.
     """
     options = TABLES[name]
     x, y = rows_and_targets(options["file"])
@@ -95,12 +85,6 @@ def measures(name: str, seed: int, shown: int, ranks: Sequence[int]) -> dict[str
     """Returns the measures of every way for one network, at half of the other rows, at most 200.
 
     "one noise variance" is the network with the mean squared error of the other half as noise variance.
-
-    Args:
-        name: one of `TABLES`.
-        seed: of the network, the split and the subsets.
-        shown: most training rows that posteriors sum over.
-        ranks: s.
     """
     model, (x, y), (x_other, y_other) = network(name, False, seed)
     count = min(200, len(x_other) // 2)
@@ -151,12 +135,12 @@ def tasks_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(runs: Mapping[str, Any], part: str = "λ = 1", base: str = "network") -> dict[str, Any]:
     """Returns the NLL of each way minus the NLL of `base` with the same seed, table -> way -> s -> mean and error."""
-    found: dict[str, list[Any]] = {}
-    for run, rows in runs.items():
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, Any]:
         ways = {way: of for way, of in rows[part].items() if isinstance(of, Mapping)}
-        start = ways[base]["nll"]
-        found.setdefault(run.partition(",")[0], []).append({way: _minus(of, start) for way, of in ways.items()})
-    return {name: averaged(of) for name, of in found.items()}
+        return {way: _minus(of, ways[base]["nll"]) for way, of in ways.items()}
+
+    return paired(runs, gained)
 
 
 def _minus(found: Mapping[str, Any], start: float) -> dict[str, Any]:

@@ -42,13 +42,7 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
 
 
 def compared(experiment: str, name: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns the rows of `run` for one data set.
-
-    Args:
-        experiment: its `__file__`.
-        name: one of `SETTINGS`.
-        seeds: of network and images.
-    """
+    """Returns the rows of `run` for one data set of `SETTINGS`; `experiment` is its `__file__`."""
     rows = Rows(experiment, {"epochs": SETTINGS[name][0], "images of the curvature": SHOWN})
     for seed in seeds:
         task = once(lambda seed=seed: ImageRows(name, seed))  # type: ignore[misc]

@@ -16,7 +16,7 @@ from torch import nn
 import lapwing as lw
 from papers.common.data import Batches, joined
 from papers.common.results import Rows, once, read
-from papers.common.scores import averaged, probabilities
+from papers.common.scores import paired, probabilities
 from papers.common.tables import grid, shown
 from papers.common.training import ONE_NOISE
 from papers.streamlined import table1, table2
@@ -130,13 +130,14 @@ def gains(runs: Mapping[str, Any], posteriors: Mapping[str, Any]) -> dict[str, d
         runs: "table, seed fold" -> rows of this experiment.
         posteriors: the same of `table1`. Networks and test rows are the same, so folds are paired.
     """
-    found: dict[str, list[dict[str, float]]] = {}
-    for run, ways in posteriors.items():
+
+    def gained(both: tuple[Mapping[str, Any], Mapping[str, Any]]) -> dict[str, float]:
+        rows, ways = both
         nlpds = {way: ways["LA"][way]["scaled"]["nlpd"] for way in ("GLM", "streamlined")}
-        nlpds |= {row: runs[run][row]["nlpd"] for row in ("prior alone", CALL) if row in runs[run]}
-        base = runs[run][NOISES[1]]["nlpd"]
-        found.setdefault(run.partition(",")[0], []).append({row: base - nlpd for row, nlpd in nlpds.items()})
-    return {name: averaged(folds) for name, folds in found.items()}
+        nlpds |= {row: rows[row]["nlpd"] for row in ("prior alone", CALL) if row in rows}
+        return {row: rows[NOISES[1]]["nlpd"] - nlpd for row, nlpd in nlpds.items()}
+
+    return paired({run: (runs[run], ways) for run, ways in posteriors.items()}, gained)
 
 
 SCORED = ("NLPD", "ECE", "AUROC", "accuracy, %", "temperature")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,25 +15,26 @@ from papers.common.scores import probabilities
 from papers.common.tables import grid, shown
 from papers.streamlined.setting import WAYS, Setting, labels, scores, treated
 
+COUNTS = (2, 5, 10, 20, 50, 100, 200)
+"""Numbers of draws."""
+
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns scores by the number of draws, and those of the other ways."""
     rows = Rows(__file__, {"tested": 1000})
     for seed in seeds:
-        vit = once(lambda seed=seed: Setting.load("fashion_mnist", seed, tested=1000))  # type: ignore[misc]
-        attention = once(lambda vit=vit: treated(vit().model)["attention"])  # type: ignore[misc]
-        _add(rows, "ViT, attention", seed, vit, attention, (2, 5, 10, 20, 50, 100, 200))
+        _add(rows, seed)
     return rows.all()
 
 
-def _add(
-    rows: Rows, name: str, seed: int, setting: Callable[[], Setting], params: Callable[[], Any], counts: Sequence[int]
-) -> None:
+def _add(rows: Rows, seed: int) -> None:
+    setting = once(lambda: Setting.load("fashion_mnist", seed, tested=1000))
+    params = once(lambda: treated(setting().model)["attention"])
     laplace = once(lambda: setting().laplace(params(), lw.Validation(setting().val, tempered=False, tolerance=0.0)))
     variational = once(lambda: setting().variational(params()))
     for method, posterior in (("LA", laplace), ("MFVI", variational)):
-        run = f"{name}, {method}, seed {seed}"
-        rows.add(run, "sampling", lambda p: over_draws(p(), setting().test, counts, counts[-1]), posterior)
+        run = f"ViT, attention, {method}, seed {seed}"
+        rows.add(run, "sampling", lambda p: over_draws(p(), setting().test, COUNTS, COUNTS[-1]), posterior)
         for label in ("GLM", "streamlined"):
             rows.add(run, label, lambda p, w: setting().row(p(), w), posterior, WAYS[label])
 
@@ -41,14 +42,7 @@ def _add(
 def over_draws(
     posterior: lw.Posterior, part: Batches, counts: Sequence[int], most: int, repeats: int = 5
 ) -> dict[str, dict[str, float]]:
-    """Scores Monte Carlo with n draws, n growing (Figures 11 and 12), each over disjoint groups of the same draws.
-
-    Args:
-        posterior: the posterior.
-        part: inputs and labels.
-        counts: numbers of draws.
-        most: draws in all.
-        repeats: most groups.
+    """Scores Monte Carlo with n draws, n growing (Figures 11 and 12), each over some disjoint groups of the same draws.
 
     Returns:
         n -> scores, means over groups, and the standard deviation of the NLPD between groups.

@@ -37,13 +37,7 @@ def _vit(seed: int) -> dict[str, float]:
 
 
 def nonlinearity(network: Any, z: Tensor, epsilons: Sequence[float]) -> dict[str, float]:
-    """Returns `E|f(z (1 ± ε)) - f(z) (1 ± ε)|` over inputs and outputs, each output by its range (equation 89).
-
-    Args:
-        network: takes inputs (N, ...), returns (N, C).
-        z: inputs.
-        epsilons: ε.
-    """
+    """Returns `E|f(z (1 ± ε)) - f(z) (1 ± ε)|` over inputs and outputs, each output by its range (equation 89)."""
     with torch.no_grad():
         middle = network(z)
         span = middle.amax(0) - middle.amin(0)  # (C,)

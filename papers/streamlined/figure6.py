@@ -38,10 +38,7 @@ def _add(rows: Rows, seed: int) -> None:
 
 
 def distance_from_gaussian(values: Tensor) -> Tensor:
-    """Computes the Kolmogorov distance `max |F(x) - Φ((x - m)/s)|` of draws from the Gaussian of the same moments.
-
-    Args:
-        values: draws (S, ...).
+    """Computes the Kolmogorov distance `max |F(x) - Φ((x - m)/s)|` of draws (S, ...) from a Gaussian of their moments.
 
     Returns:
         Distances (...), between 0 and 1; their noise is about 0.6/√S.

@@ -7,7 +7,6 @@ the prior precision that is best for it there.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import lapwing as lw
 from lapwing.evaluation import metrics
 from lapwing.prediction import Way
 from papers.common.data import Batches, Part
+from papers.common.measure import timed
 from papers.common.networks import mlp
 from papers.common.scores import entropy, probabilities
 from papers.common.training import Recipe, kept, seeded
@@ -133,9 +133,7 @@ class Setting:
             curves: whether to add Figure 4's: densities of the entropy, of the task and of foreign inputs.
         """
         factor = lw.scale_factor(posterior, self.val, way).factor
-        start = time.perf_counter()
-        inside = posterior.latent(self.test, way)
-        spent = time.perf_counter() - start
+        inside, spent = timed(lambda: posterior.latent(self.test, way))
         outside = posterior.latent(self.foreign, way)
         found: dict[str, Any] = {"seconds": spent, "factor": factor}
         if posterior.prior_precision is not None:
@@ -222,14 +220,7 @@ def histogram(values: Tensor, classes: int) -> list[float]:
 
 
 def relu_mlp(x: Tensor, y: Tensor, name: str, seed: int) -> nn.Sequential:
-    """Returns the paper's MLP for 28 x 28 images, 784-128-64-10 with ReLU, trained or as it was kept.
-
-    Args:
-        x: images.
-        y: labels.
-        name: of the data.
-        seed: of weights and batches.
-    """
+    """Returns the paper's MLP for 28 x 28 images, 784-128-64-10 with ReLU, trained or as it was kept."""
     with seeded(seed):
         model = mlp(784, 128, 64, 10, activation=nn.ReLU)
     recipe = Recipe(F.cross_entropy, 6000, decay=1e-3)

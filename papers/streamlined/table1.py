@@ -93,10 +93,6 @@ def table(name: str, fold: int) -> Table:
 
     Columns with more than half of their values missing are left out, other missing values replaced by the mean of
     the training rows. Inputs and targets are standardised by the training rows.
-
-    Args:
-        name: one of `NETWORKS`.
-        fold: 0 to 4, which fifth.
     """
     return fold_of(name, *rows_and_targets(NETWORKS[name][0]), fold)
 
@@ -117,14 +113,7 @@ def fold_of(name: str, x: Tensor, y: Tensor, fold: int) -> Table:
 
 @dataclass(frozen=True)
 class RegressionTask:
-    """A trained ReLU network and one fold of its table.
-
-    Attributes:
-        data: the fold.
-        model: the network.
-        loader: training rows.
-        val: validation rows.
-    """
+    """A trained ReLU network and one fold of its table."""
 
     data: Table
     model: nn.Module
@@ -204,12 +193,6 @@ def evidence(model: nn.Module, x: Tensor, y: Tensor, rounds: int = 200) -> tuple
 
     `γ = Σ_i λ_i/(λ_i + δ σ²)`, `δ = γ/‖θ̂‖²`, `σ² = ‖r‖²/(N - γ)`, with the eigenvalues λ of `JᵀJ`; one decomposition,
     where `lw.Evidence` multiplies J out for every candidate of the dual form.
-
-    Args:
-        model: of one output.
-        x: training inputs.
-        y: targets (n, 1).
-        rounds: of the fixed point.
     """
     tangent = Tangent.survey(model, x)
     rows = torch.cat([tangent.record(part).rows()[:, 0] for part in x.split(500)]).double()

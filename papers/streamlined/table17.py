@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.prediction import Way
 from papers.common.measure import fastest
-from papers.common.networks import mlp, vit
+from papers.common.networks import logits_vit, mlp
 from papers.common.tables import grid
 from papers.streamlined.setting import PAPER
 
@@ -30,8 +30,8 @@ COVARIANCES = lw.Streamlined(positions="independent", attention="features")
 
 LAST: dict[str, Way] = {"sampling": lw.MonteCarlo(50), "GLM": lw.Linearized(), "streamlined": PAPER}
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any, dict[str, Way]]] = {
-    "ViT, last layer": (vit, (3, 32, 32), lw.last_layer, LAST),
-    "ViT": (vit, (3, 32, 32), lw.everything, {**LAST, "streamlined, covariances": COVARIANCES}),
+    "ViT, last layer": (logits_vit, (3, 32, 32), lw.last_layer, LAST),
+    "ViT": (logits_vit, (3, 32, 32), lw.everything, {**LAST, "streamlined, covariances": COVARIANCES}),
     "MLP": (
         lambda: mlp(784, 128, 64, 10, activation=nn.ReLU).eval(), (784,), lw.everything,
         {**LAST, "sampling": lw.MonteCarlo(1000)},

@@ -178,13 +178,7 @@ class MLPTask:
 
 
 def class_row(probs: Tensor, labels: Tensor, outside: Tensor) -> dict[str, Any]:
-    """Returns accuracy, NLPD with its standard error over images, ECE, and what entropies say of foreign images.
-
-    Args:
-        probs: class probabilities (n, C).
-        labels: (n,).
-        outside: probabilities of foreign images (m, C).
-    """
+    """Returns accuracy, NLPD with its standard error over images, ECE, and what entropies say of foreign images."""
     row = scores(probs, labels)
     entropies = [entropy(part) for part in (probs, outside)]
     numbers = {

@@ -23,16 +23,9 @@ def run(seeds: Sequence[int] = range(5), tested: int = 1000) -> dict[str, Any]:
 
 
 def add(rows: Rows, name: str, seed: int, parts: Sequence[str], draws: int, quick: int, **sizes: int) -> None:
-    """Adds the rows of one network.
+    """Adds the rows of one network, whose posteriors treat some parts of it.
 
-    Args:
-        rows: where.
-        name: of the task.
-        seed: of the network.
-        parts: what is treated, keys of `treated`.
-        draws: of sampling.
-        quick: of sampling where prior precisions are compared.
-        sizes: of the setting.
+    `quick` is the number of draws where prior precisions are compared; `sizes` are those of the setting.
     """
     setting = once(lambda: Setting.load(name, seed, **sizes))
     ways = {**WAYS, "sampling": lw.MonteCarlo(draws)}
@@ -64,12 +57,7 @@ def add(rows: Rows, name: str, seed: int, parts: Sequence[str], draws: int, quic
 
 
 def table(found: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Returns NLPD and ECE of every way through the posteriors of some parts of a network.
-
-    Args:
-        found: table of the results.
-        names: "task, part" of the rows.
-    """
+    """Returns NLPD and ECE of every way through posteriors; the names are "task, part" of the rows."""
     rows = {}
     for name in names:
         for way in ("sampling", "GLM", "streamlined", "streamlined, positions correlated"):

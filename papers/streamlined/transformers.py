@@ -15,21 +15,13 @@ from torch import Tensor, nn
 
 from papers.common.cifar import fashion_as_cifar
 from papers.common.data import Part, arrays, images, random_rows
+from papers.common.networks import PADDING, UNKNOWN, gpt2, vit
 from papers.common.training import kept, seeded, train
-
-PADDING, UNKNOWN = 0, 1
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: AdamW, cross-entropy, the rate rising for a tenth of the steps, then falling to zero.
-
-    Attributes:
-        epochs: over the training part.
-        rate: the largest learning rate.
-        batch: size.
-        decay: weight decay.
-    """
+    """How a network is trained: AdamW, cross-entropy, the rate rising for a tenth of the steps, then falling to 0."""
 
     epochs: float
     rate: float = 1e-3
@@ -60,56 +52,8 @@ class Task:
     recipe: Recipe
 
 
-def vit(
-    size: int = 28, patch: int = 7, width: int = 64, layers: int = 4, classes: int = 10, channels: int = 1
-) -> nn.Module:
-    """Returns a Hugging Face ViT with random weights.
-
-    Args:
-        size: of the images, in pixels a side.
-        patch: likewise, of a patch.
-        width: of the tokens.
-        layers: blocks of attention and an MLP of twice the width.
-        classes: outputs.
-        channels: of the images.
-    """
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        image_size=size, patch_size=patch, num_channels=channels, hidden_size=width, num_hidden_layers=layers,
-        num_attention_heads=4, intermediate_size=2 * width,
-    )  # fmt: skip
-    config.num_labels = classes
-    return ViTForImageClassification(config)
-
-
-def gpt2(words: int, length: int, width: int = 96, layers: int = 4, classes: int = 2) -> nn.Module:
-    """Returns a Hugging Face GPT-2 that classifies by the last token that is not padding, with random weights.
-
-    Args:
-        words: of the vocabulary.
-        length: most tokens of a text.
-        width: of the tokens.
-        layers: blocks of attention and an MLP of four times the width.
-        classes: outputs.
-    """
-    from transformers import GPT2Config, GPT2ForSequenceClassification
-
-    config = GPT2Config(
-        vocab_size=words, n_positions=length, n_embd=width, n_layer=layers, n_head=4,
-        pad_token_id=PADDING, bos_token_id=UNKNOWN, eos_token_id=UNKNOWN,
-    )  # fmt: skip
-    config.num_labels = classes
-    return GPT2ForSequenceClassification(config)
-
-
 def vocabulary(texts: Sequence[str], words: int) -> Any:
-    """Returns a byte-pair tokeniser of lower-case words, trained on the texts.
-
-    Args:
-        texts: of the training part.
-        words: most tokens; 0 is padding, 1 unknown.
-    """
+    """Returns a byte-pair tokeniser of lower-case words, trained on the texts; 0 is padding, 1 unknown."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokeniser = Tokenizer(models.BPE(unk_token="[unknown]"))
@@ -204,10 +148,6 @@ def trim(x: Tensor) -> Tensor:
 
 def trained(found: Task, seed: int) -> nn.Module:
     """Returns the trained network of a task, or the one that was kept; gradients are cut to norm 1.
-
-    Args:
-        found: the task.
-        seed: of weights, batches and dropout.
 
     Cost: two to five minutes of one core each.
     """

@@ -13,6 +13,7 @@ from lapwing.evaluation import metrics
 from lapwing.likelihoods import Likelihood
 from papers.common.data import joined
 from papers.common.device import clock
+from papers.common.measure import timed
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.together import methods, tasks
@@ -27,13 +28,7 @@ BASE = "temperature or noise"
 
 
 def add(rows: Rows, name: str, seed: int) -> None:
-    """Adds the rows of one network that the file lacks.
-
-    Args:
-        rows: of the experiment.
-        name: one of `tasks.TASKS`.
-        seed: of the network and of the split.
-    """
+    """Adds the rows of one network that the file lacks."""
     task = once(lambda: tasks.task(name, seed))
     base = once(lambda: losses(task(), methods.fitted(BASE, task())))
     for method in methods.names(name not in tasks.GIVEN, name in tasks.TABLES):
@@ -45,13 +40,7 @@ def add(rows: Rows, name: str, seed: int) -> None:
 
 
 def run_all(experiment: str, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Returns the results of an experiment: all methods at one seed come first, so that whole tables are early.
-
-    Args:
-        experiment: its `__file__`.
-        names: of the tasks.
-        seeds: of networks and splits.
-    """
+    """Returns the results of an experiment: all methods at one seed come first, so that whole tables are early."""
     rows = Rows(experiment, FACTS)
     for seed in seeds:
         for name in names:
@@ -100,9 +89,7 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
     """Returns the scores of `row`; "gain" is the mean of `base` minus the losses, with its error over test samples."""
     x, y = task.test
     forward = forward_seconds(task, x)
-    start = clock()
-    latent = fit.latent(x, fit.ways[way])
-    spent = clock() - start
+    latent, spent = timed(lambda: fit.latent(x, fit.ways[way]), clock)
     outside = None if task.foreign is None else fit.latent(task.foreign, fit.ways[way])
     a, b = joined(task.val)
     likelihood, factor = methods.best(fit.likelihood, fit.latent(a, fit.ways[way]), b)
@@ -123,13 +110,8 @@ def scored(task: Task, fit: Fitted, way: str, base: Tensor) -> dict[str, Any]:
 
 def forward_seconds(task: Task, x: Tensor) -> float:
     """Returns seconds (see `clock`) of a plain forward pass of all inputs, the fastest of five."""
-    spent = []
-    for _ in range(5):
-        start = clock()
-        with torch.no_grad():
-            for part in x.split(250):
-                task.model(part)
-        spent.append(clock() - start)
+    with torch.no_grad():
+        spent = [timed(lambda: [task.model(part) for part in x.split(250)], clock)[1] for _ in range(5)]
     return max(min(spent), 1e-6)
 
 

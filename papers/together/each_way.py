@@ -8,7 +8,7 @@ from typing import Any
 
 import lapwing as lw
 from papers.common.results import Rows, once
-from papers.common.scores import averaged
+from papers.common.scores import paired
 from papers.common.tables import grid, shown
 from papers.together import comparison, methods, tasks
 from papers.together.comparison import BASE, FACTS
@@ -30,14 +30,7 @@ def run(seeds: Sequence[int] = range(5), names: Sequence[str] = NAMES) -> dict[s
 
 
 def run_all(experiment: str, seeds: Sequence[int], names: Sequence[str], of: Iterable[str]) -> dict[str, Any]:
-    """Returns the rows of an experiment, all methods at one seed first.
-
-    Args:
-        experiment: its `__file__`.
-        seeds: of networks and splits.
-        names: of the tasks.
-        of: methods.
-    """
+    """Returns the rows of an experiment, all methods at one seed first."""
     rows = Rows(experiment, FACTS)
     for seed in seeds:
         for name in names:
@@ -66,26 +59,22 @@ def fitted(task: Callable[[], Task], method: str, via: str) -> methods.Fitted:
     """Fits a posterior whose prior precision, and noise variance or temperature, held-out data choose for a way."""
     found = task()
     tune = lw.Validation(found.val, via=methods.WAYS[via])
-    return methods.measured(found, lambda of: lw.fit(of.model, of.loader, METHODS[method], tune=tune, **options(of)))
-
-
-def options(task: Task) -> dict[str, Any]:
-    """Returns the arguments of `lw.fit`."""
-    return {**task.options, "params": lw.everything}
+    options = {**found.options, "params": lw.everything, "tune": tune}
+    return methods.measured(found, lambda of: lw.fit(of.model, of.loader, METHODS[method], **options))
 
 
 def differences(runs: Mapping[str, Mapping[str, Any]], part: str) -> dict[str, Any]:
     """Returns by task, method and way how much lower the NLL is by the choice for the way, paired by seed."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for run, rows in runs.items():
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, float]:
         pairs = {
             f"{method}, {way}": [rows.get(label(method, way, choice), {}).get(part) for choice in CHOSEN]
             for method in METHODS
             for way in OTHER_WAYS
         }
-        gained = {name: a["nll"] - b["nll"] for name, (a, b) in pairs.items() if a and b}
-        found.setdefault(run.partition(",")[0], []).append(gained)
-    return {name: averaged(seeds) for name, seeds in found.items()}
+        return {name: a["nll"] - b["nll"] for name, (a, b) in pairs.items() if a and b}
+
+    return paired(runs, gained)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 import lapwing as lw
 from papers.common.data import batched
 from papers.common.results import Rows, once
-from papers.common.scores import averaged, class_scores
+from papers.common.scores import class_scores, paired
 from papers.common.tables import grid, shown
 from papers.together import tasks
 from papers.together.tasks import Task
@@ -59,11 +59,11 @@ def fitted(task: Task, label: str) -> lw.Posterior:
 
 def gains(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns by network and row how much lower its NLL is than at one temperature, paired by seed."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for run, rows in runs.items():
-        gained = {label: rows[BASE]["nll"] - of["nll"] for label, of in rows.items() if label != BASE}
-        found.setdefault(run.partition(",")[0], []).append(gained)
-    return {name: averaged(seeds) for name, seeds in found.items()}
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, float]:
+        return {label: rows[BASE]["nll"] - of["nll"] for label, of in rows.items() if label != BASE}
+
+    return paired(runs, gained)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lapwing.likelihoods import Likelihood
 from lapwing.prediction import Way
 from papers.common.data import Part, joined
 from papers.common.device import clock
+from papers.common.measure import timed
 from papers.together.tasks import Task
 
 WAYS: dict[str, Way] = {"GLM": lw.Linearized(), "sampling": lw.MonteCarlo(30), "streamlined": lw.Streamlined()}
@@ -133,9 +134,7 @@ def fitted(name: str, task: Task) -> Fitted:
 
 def measured(task: Task, fit: Callable[[Task], lw.Posterior]) -> Fitted:
     """Fits a posterior and measures the fit."""
-    start = clock()
-    posterior = fit(task)
-    seconds = clock() - start
+    posterior, seconds = timed(partial(fit, task), clock)
     more = 0 if posterior.model is task.model else _weights(task)
     delta = posterior.prior_precision
     return Fitted(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import lapwing as lw
 from papers.common.results import Rows, once
-from papers.common.scores import averaged
+from papers.common.scores import paired
 from papers.common.tables import grid, shown
 from papers.together import comparison, methods, tasks
 from papers.together.comparison import BASE, FACTS
@@ -70,17 +71,16 @@ def fitted(task: Callable[[], tasks.Task], method: lw.Method) -> methods.Fitted:
 
 def differences(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns by table and row how much lower its NLL is than with the first budget, paired by seed."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for run, rows in runs.items():
-        gained = {}
-        for method in METHODS:
-            for way in WAYS:
-                for budget in MORE:
-                    few, more = (rows.get(label(method, way, b), {}).get("validated") for b in (FIRST, budget))
-                    if few and more:
-                        gained[label(method, way, budget)] = few["nll"] - more["nll"]
-        found.setdefault(run.partition(",")[0], []).append(gained)
-    return {name: averaged(seeds) for name, seeds in found.items()}
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, float]:
+        found = {}
+        for method, way, budget in itertools.product(METHODS, WAYS, MORE):
+            few, more = (rows.get(label(method, way, b), {}).get("validated") for b in (FIRST, budget))
+            if few and more:
+                found[label(method, way, budget)] = few["nll"] - more["nll"]
+        return found
+
+    return paired(runs, gained)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import lapwing as lw
 from lapwing.likelihoods import Likelihood
 from papers.common.networks import mlp
 from papers.common.results import Rows, once
-from papers.common.scores import averaged, interval_scores
+from papers.common.scores import interval_scores, paired
 from papers.common.tables import grid, shown
 from papers.common.training import ONE_NOISE, kept, seeded
 from papers.together import tasks
@@ -100,16 +100,12 @@ def row(task: Callable[[], Noisy], method: str) -> dict[str, float]:
 
 def gains(runs: Mapping[str, Mapping[str, Any]], base: Callable[[str], str]) -> dict[str, Any]:
     """Returns by table and row how much lower its NLL is than that of the row `base(noise)`, paired by seed."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for run, rows in runs.items():
-        gained = {
-            label(noise, method): rows[base(noise)]["nll"] - rows[label(noise, method)]["nll"]
-            for noise in LIKELIHOODS
-            for method in FITS
-            if {base(noise), label(noise, method)} <= rows.keys()
-        }
-        found.setdefault(run.partition(",")[0], []).append(gained)
-    return {name: averaged(seeds) for name, seeds in found.items()}
+
+    def gained(rows: Mapping[str, Any]) -> dict[str, float]:
+        pairs = {label(noise, method): base(noise) for noise in LIKELIHOODS for method in FITS}
+        return {name: rows[of]["nll"] - rows[name]["nll"] for name, of in pairs.items() if {name, of} <= rows.keys()}
+
+    return paired(runs, gained)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from papers.common.tables import grid, rounded, shown
@@ -28,30 +28,33 @@ def gains(results: Mapping[str, Any], ways: Sequence[str]) -> str:
     covariance at the lower edge of its range, which leaves hardly any spread.
     """
     columns = [task + f", {way}" * (len(ways) > 1) for task in results["table"] for way in ways]
-    lines = {}
-    for method in methods.names(trains=True, regression=True):
+
+    def cells(method: str) -> list[str]:
         names = [method] if method in methods.NETWORKS else [f"{method}, {way}" for way in ways]
-        cells = [_gain(results, task, name) for task in results["table"] for name in names]
-        if any(cells) and method not in (comparison.BASE, methods.NETWORKS[0]):
-            lines[shown_name(method)] = cells
-    return grid(columns, lines)
+        return [_gain(results, task, name) for task in results["table"] for name in names]
+
+    return grid(columns, lines(cells, (comparison.BASE, methods.NETWORKS[0])))
+
+
+def lines(cells_of: Callable[[str], list[str]], without: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Returns the cells of each method that has some, by its name in the tables.
+
+    Held-out data choose two numbers of every row, so a method "without held-out data" was only fitted without them.
+    """
+    found = {name: cells_of(name) for name in methods.names(trains=True, regression=True) if name not in without}
+    words = "no held-out data", "fitted without held-out data"
+    return {name.replace(*words): cells for name, cells in found.items() if any(cells)}
 
 
 def as_fitted(results: Mapping[str, Any], way: str) -> str:
     """Returns gains through a way without the two held-out numbers, over the network at one number."""
     found = comparison.gains(results["runs"], "fitted")
-    lines = {}
-    for method in methods.names(trains=True, regression=True):
+
+    def cells(method: str) -> list[str]:
         name = method if method in methods.NETWORKS else f"{method}, {way}"
-        cells = [shown(found.get(task, {}).get(name)) for task in results["table"]]
-        if any(cells) and method != comparison.BASE:
-            lines[shown_name(method)] = cells
-    return grid(list(results["table"]), lines)
+        return [shown(found.get(task, {}).get(name)) for task in results["table"]]
 
-
-def shown_name(method: str) -> str:
-    """Returns the name of a method in the tables: held-out data choose two numbers of every row."""
-    return method.replace("no held-out data", "fitted without held-out data")
+    return grid(list(results["table"]), lines(cells, (comparison.BASE,)))
 
 
 def _gain(results: Mapping[str, Any], task: str, name: str) -> str:
@@ -75,40 +78,44 @@ def scores(table: Mapping[str, Any]) -> str:
 
     AUROC is by mutual information; a network alone has none, and its AUROC is by entropy.
     """
-    columns: list[str] = []
-    lines = {}
-    for method in methods.names(trains=True, regression=True):
+    measures = {
+        task: [name for name in MEASURES if name in rows[comparison.BASE]["validated"]] for task, rows in table.items()
+    }
+
+    def cells(method: str) -> list[str]:
         part = "fitted" if method == methods.NETWORKS[0] else "validated"
-        cells, columns = [], []
-        for task, rows in table.items():
-            measures = [name for name in MEASURES if name in rows[comparison.BASE]["validated"]]
-            found = rows.get(method if method in methods.NETWORKS else f"{method}, GLM", {}).get(part, {})
-            own = {"auroc": "auroc by entropy"} if method in methods.NETWORKS[:2] else {}  # without mutual information
-            cells += [shown(found.get(own.get(name, name))) for name in measures]
-            names = [name.upper() if name in ("ece", "auroc", "rmse") else name for name in measures]
-            columns += [f"{task}: {names[0]}", *names[1:]]
-        if any(cells):
-            lines[shown_name(method)] = cells
-    return grid(columns, lines)
+        own = {"auroc": "auroc by entropy"} if method in methods.NETWORKS[:2] else {}  # without mutual information
+        name = method if method in methods.NETWORKS else f"{method}, GLM"
+        return [
+            shown(rows.get(name, {}).get(part, {}).get(own.get(measure, measure)))
+            for task, rows in table.items()
+            for measure in measures[task]
+        ]
+
+    columns = []
+    for task, some in measures.items():
+        names = [name.upper() if name in ("ece", "auroc", "rmse") else name for name in some]
+        columns += [f"{task}: {names[0]}", *names[1:]]
+    return grid(columns, lines(cells))
 
 
 def costs(table: Mapping[str, Any]) -> str:
     """Returns what a method costs on each network: the fit and predictions in forward passes, and the bytes kept."""
-    columns, lines = [], {}
+    columns = []
     for task in table:
-        columns += [f"{task}: fit", *(f"{way}" for way in methods.WAYS), "kB"]
-    for method in methods.names(trains=True, regression=True):
-        cells = []
+        columns += [f"{task}: fit", *methods.WAYS, "kB"]
+
+    def cells(method: str) -> list[str]:
+        found = []
         for rows in table.values():
-            found = [rows.get(f"{method}, {way}", {}) for way in methods.WAYS]
+            ways = [rows.get(f"{method}, {way}", {}) for way in methods.WAYS]
             if method in methods.NETWORKS:
-                found = [rows.get(method, {}), {}, {}]
-            one = found[0]
-            fit = "trains two" if method == methods.NETWORKS[2] and one else _rounded(one, "fit passes")
-            cells += [fit, *(_rounded(row, "passes") for row in found), _rounded(one, "bytes")]
-        if any(cells):
-            lines[shown_name(method)] = cells
-    return grid(columns, lines)
+                ways = [rows.get(method, {}), {}, {}]
+            fit = "trains two" if method == methods.NETWORKS[2] and ways[0] else _rounded(ways[0], "fit passes")
+            found += [fit, *(_rounded(row, "passes") for row in ways), _rounded(ways[0], "bytes")]
+        return found
+
+    return grid(columns, lines(cells))
 
 
 def _rounded(row: Mapping[str, Any], name: str) -> str:

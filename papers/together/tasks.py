@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,7 +94,7 @@ class Task:
     def swag(self, rank: int = 20, every: int = 100) -> lw.Posterior:
         """Trains the network on by SGD at a constant rate, and returns SWAG's posterior of `rank` snapshots."""
         assert self.training is not None
-        model = _copy(self.model, self.training)
+        model = copy.deepcopy(self.model)
         collector = lw.SWAG.collector(model, rank=rank)
         x, _ = data = self.training.data
         optimiser = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -119,12 +120,6 @@ class Task:
         train(model, self.training.data, rows, optimiser, loss, lambda i: 1 - i / steps)
         likelihood = self.options.get("likelihood")
         return lw.MeanField.from_optimizer(model, optimiser, self.loader, likelihood=likelihood, progress=False)
-
-
-def _copy(model: nn.Module, training: Training) -> nn.Module:
-    copy = training.build()
-    copy.load_state_dict(model.state_dict())
-    return copy
 
 
 def _trained(training: Training, name: str, seed: int) -> nn.Module:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 import lapwing as lw
-from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
 from papers.common.tables import grid
-from papers.valla.figure1 import GRID, STEPS, Toy, cell, regions, toy
+from papers.valla.figure1 import GRID, STEPS, Toy, cell, toy
 from papers.valla.training import TOY, trained
 
 ALPHAS = (0.0, 0.5, 1.0)
@@ -43,12 +42,7 @@ def methods() -> dict[str, lw.VaLLA]:
 
 
 class Distances:
-    """Full LLA of the toy, the closed form at 20 moved points, and divergences from both.
-
-    Attributes:
-        toy: the network and full LLA.
-        seed: of the network.
-    """
+    """Full LLA of the toy, the closed form at 20 moved points, and divergences from both."""
 
     def __init__(self, seed: int) -> None:
         self.toy, self.seed = Toy(seed), seed
@@ -58,19 +52,10 @@ class Distances:
         """Returns divergences on the grid at full LLA's δ and σ², and ratios of standard deviations of f to LLA's."""
         latent, lla = self.toy.fit(method, seed=self.seed).latent(GRID), self.toy.latent
         return {
-            "KL(closed form || method)": self._divergence(self.closed, latent),
-            "KL(LLA || method)": self._divergence(lla, latent), "KL(method || LLA)": self._divergence(latent, lla),
-            **self._ratios(latent.std),
+            "KL(closed form || method)": self.toy.divergence(self.closed, latent),
+            "KL(LLA || method)": self.toy.divergence(lla, latent),
+            "KL(method || LLA)": self.toy.divergence(latent, lla), **self.toy.ratios(latent.std),
         }  # fmt: skip
-
-    def _divergence(self, one: Any, other: Any) -> float:
-        noise = self.toy.exact.noise_variance
-        assert noise is not None
-        return float(gaussian_kl(one.mean, one.covariance, other.mean, other.covariance, noise).mean())
-
-    def _ratios(self, std: torch.Tensor) -> dict[str, float]:
-        ratio = (std / self.toy.std).clamp_min(1e-12).log()[:, 0]
-        return {f"ratio, {name}": float(ratio[at].mean().exp()) for name, at in regions(GRID).items()}
 
     def folds(self) -> dict[str, float]:
         """Chooses δ of VaLLA (M = 20, closed form) by folds, the first way of appendix D; σ² stays LLA's.
@@ -95,7 +80,7 @@ class Distances:
         )
         exact = self.toy.exact.prior_precision
         assert isinstance(exact, float)
-        return {"δ": delta, "δ of LLA": exact, **self._ratios(whole.latent(GRID).std)}
+        return {"δ": delta, "δ of LLA": exact, **self.toy.ratios(whole.latent(GRID).std)}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import lapwing as lw
 from papers.common import drawing
 from papers.common.data import Part, random_rows, rows_and_targets
+from papers.common.measure import timed
 from papers.common.measures import gaussian_kl
 from papers.common.results import Rows, once
 from papers.common.scores import averaged
@@ -49,11 +50,7 @@ GAPS = ((-4.5, -1.8), (1.7, 4.6))
 
 
 def toy(held_out: float = 0.0, seed: int = 0) -> tuple[Part, Part]:
-    """Reads the one-dimensional toy of Izmailov et al. 2020: 400 points in three clusters.
-
-    Args:
-        held_out: share of the points kept for validation.
-        seed: which.
+    """Reads the one-dimensional toy of Izmailov et al. 2020: 400 points in three clusters, a share of them held out.
 
     Returns:
         Training and validation points, x and y (n, 1) float64.
@@ -100,22 +97,25 @@ class Toy:
         )  # fmt: skip
 
     def score(self, posterior: lw.Posterior) -> dict[str, float]:
-        """Returns KL divergence to full LLA (predictive, averaged over `GRID`) and ratios of standard deviations of f.
+        """Returns the KL divergence to full LLA, and ratios of standard deviations of f."""
+        latent = posterior.latent(GRID)
+        return {"kl": self.divergence(latent, self.latent), **self.ratios(latent.std)}
 
-        Ratios are geometric means: over the grid, in the gaps, among the data, outside.
-        """
-        latent, noise = posterior.latent(GRID), self.exact.noise_variance
+    def divergence(self, one: Any, other: Any) -> float:
+        """Returns the KL divergence of the predictions of two latents, averaged over `GRID`."""
+        noise = self.exact.noise_variance
         assert noise is not None
-        ratio = (latent.std / self.std).clamp_min(1e-12).log()[:, 0]
-        kl = gaussian_kl(latent.mean, latent.covariance, self.latent.mean, self.latent.covariance, noise)
-        found = {"kl": float(kl.mean()), "ratio": float(ratio.mean().exp())}
-        return found | {f"ratio, {name}": float(ratio[at].mean().exp()) for name, at in regions(GRID).items()}
+        return float(gaussian_kl(one.mean, one.covariance, other.mean, other.covariance, noise).mean())
+
+    def ratios(self, std: Tensor) -> dict[str, float]:
+        """Returns geometric means of ratios of standard deviations to full LLA's: over the grid, and by region."""
+        ratio = (std / self.std).clamp_min(1e-12).log()[:, 0]
+        parts = {f"ratio, {name}": ratio[at] for name, at in regions(GRID).items()}
+        return {name: float(part.mean().exp()) for name, part in {"ratio": ratio, **parts}.items()}
 
     def row(self, method: lw.Method, params: Any = lw.everything, seed: int = 0) -> dict[str, Any]:
         """Returns a method's scores at full LLA's δ and σ², and its standard deviations of f on `GRID`."""
-        start = time.process_time()
-        posterior = self.fit(method, params, seed)
-        seconds = time.process_time() - start
+        posterior, seconds = timed(lambda: self.fit(method, params, seed), time.process_time)
         return {**self.score(posterior), "seconds": seconds, "curve of std": curve(posterior)}
 
     def own_row(self) -> dict[str, Any]:

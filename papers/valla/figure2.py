@@ -21,18 +21,16 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns standard deviations of the fits that stop, and of those that do not."""
     rows = Rows(__file__, {"grid": GRID[:, 0].tolist(), "gaps": GAPS})
     for seed in seeds:
-        rows.add(f"seed {seed}", "fits", lambda seed: stopped_rows(Toy(seed, 0.2), seed=seed), seed)
+        rows.add(f"seed {seed}", "fits", lambda seed: stopped_rows(Toy(seed, 0.2), seed), seed)
     return rows.all()
 
 
-def stopped_rows(task: Toy, count: int = 20, steps: int = 1500, seed: int = 0) -> dict[str, Any]:
-    """Fits Z, A, δ and σ² by the α-divergence from δ = 1, with and without stopping by held-out points (Figure 2).
+POINTS, LONGEST = 20, 1500
+"""M, and most full batches; the paper has 20 000."""
 
-    Args:
-        task: with held-out points.
-        count: M.
-        steps: full batches at most; the paper has 20 000.
-        seed: of the fit.
+
+def stopped_rows(task: Toy, seed: int) -> dict[str, Any]:
+    """Fits Z, A, δ and σ² by the α-divergence from δ = 1, with and without stopping by held-out points (Figure 2).
 
     Returns:
         fit -> scores against full LLA of the same training points, δ, σ², NLL of the held-out points, steps taken; the
@@ -41,15 +39,15 @@ def stopped_rows(task: Toy, count: int = 20, steps: int = 1500, seed: int = 0) -
     val = [task.val]
 
     def alpha(start: float | None = 1.0, **options: Any) -> lw.VaLLA:
-        return lw.VaLLA(count, lw.AlphaDivergence(steps=steps, initial_prior_precision=start, **options))
+        return lw.VaLLA(POINTS, lw.AlphaDivergence(steps=LONGEST, initial_prior_precision=start, **options))
 
     stop: dict[str, Any] = {"validation": val, "every": 100, "patience": 1}
     fits: dict[str, tuple[lw.Method, Tuning | None]] = {
         "stopped": (alpha(**stop), None),
         "stopped, lapwing's start": (alpha(None, **stop), None),
         "not stopped": (alpha(), None),
-        "bound, its own prior": (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.Evidence()),
-        "bound, validated prior": (lw.VaLLA(count, lw.VariationalBound(STEPS, 0.02)), lw.Validation(val)),
+        "bound, its own prior": (lw.VaLLA(POINTS, lw.VariationalBound(STEPS, 0.02)), lw.Evidence()),
+        "bound, validated prior": (lw.VaLLA(POINTS, lw.VariationalBound(STEPS, 0.02)), lw.Validation(val)),
     }
     found: dict[str, Any] = {"LLA": {"validation nll": _loss(task.exact, task), **task.own_row()}}
     for name, (method, tune) in fits.items():

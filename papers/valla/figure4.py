@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lapwing.evaluation import metrics
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.data import Batches, Part, Table, arrays, batched, joined, random_rows, rows_and_targets, split
+from papers.common.measure import timed
 from papers.common.measures import cqm
 from papers.common.results import Rows, once
 from papers.common.tables import grid, shown
@@ -61,12 +63,7 @@ def _add(rows: Rows, name: str, seed: int) -> None:
 
 
 def table(name: str, seed: int) -> Table:
-    """Reads a table, split 80/10/10: in the order of time for flights and taxis, at random elsewhere.
-
-    Args:
-        name: one of `TABLES`.
-        seed: of the random split.
-    """
+    """Reads a table, split 80/10/10: in the order of time for flights and taxis, at random elsewhere."""
     (unit, ordered), (x, y) = TABLES[name], rows_and_targets(name)
     if name == "nyc_green_taxi_2023q1":
         near = x[:, list(arrays(name)["feature_names"]).index("trip_distance")] <= FARTHEST_TRIP
@@ -141,35 +138,27 @@ class TableTask:
 
         That best one, which no honest procedure finds, is the mean squared residual of the test rows themselves.
         """
+        parts = {"MAP": self.data.train, "MAP, noise tuned": joined(self.val), "MAP, noise of the test rows": self.test}
+        rmse = self.data.scale * float(self.errors(self.test).mean().sqrt())
+        return {name: self.network_row(part) for name, part in parts.items()} | {"rmse": rmse}
+
+    def network_row(self, rows: Part) -> dict[str, Any]:
+        """Returns the scores of the network with the mean squared residual of some rows as noise variance."""
         x, y = self.test
         with torch.no_grad():
             mean = torch.cat([self.model(part) for part in x.split(500)])
-        zero = torch.zeros_like(mean)
-        parts = {"MAP": self.data.train, "MAP, noise tuned": joined(self.val), "MAP, noise of the test rows": self.test}
-        return {
-            name: regression_scores(mean, zero, float(self.errors(part).mean()), y, self.data.scale)
-            for name, part in parts.items()
-        } | {"rmse": self.data.scale * float(metrics.rmse(mean, y))}
+        noise = float(self.errors(rows).mean())
+        return regression_scores(mean, torch.zeros_like(mean), noise, y, self.data.scale)
 
     def fit(self, method: lw.Method, params: Any = lw.everything, seed: int = 0, **options: Any) -> lw.Posterior:
         """Fits a method, δ and σ² open, tuned by nothing unless the options say so."""
         options = {"tune": Untuned(), **options}
-        return lw.fit(
-            self.model,
-            self.train,
-            method,
-            params=params,
-            likelihood=ONE_NOISE,
-            seed=seed,
-            **options,
-        )
+        return lw.fit(self.model, self.train, method, params=params, likelihood=ONE_NOISE, seed=seed, **options)
 
     def score(self, posterior: lw.Posterior) -> dict[str, Any]:
         """Returns a posterior's scores on the test rows, δ, and the seconds of a prediction."""
         x, y = self.test
-        start = time.process_time()
-        parts = [posterior.latent(part) for part in x.split(500)]
-        seconds = time.process_time() - start
+        parts, seconds = timed(lambda: [posterior.latent(part) for part in x.split(500)], time.process_time)
         mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
         noise = posterior.noise_variance
         assert noise is not None
@@ -203,43 +192,32 @@ def tuned_rows(task: TableTask, seed: int, method: lw.Method, params: Any = lw.e
     Returns:
         tuning -> scores, and processor seconds of the fit with its tuning.
     """
-    start = time.process_time()
-    posterior = task.fit(method, params, seed)
-    seconds = time.process_time() - start
+    posterior, seconds = timed(lambda: task.fit(method, params, seed), time.process_time)
     found: dict[str, Any] = {}
     tunings: dict[str, Tuning] = {"evidence": lw.Evidence(), "validation": lw.Validation(task.val)}
     for kind, tuning in tunings.items():
-        start = time.process_time()
-        tuned = tuning.tune(posterior, Training())
-        spent = seconds + time.process_time() - start
-        found[kind] = {**task.score(tuned), "seconds": spent}
+        tuned, spent = timed(partial(tuning.tune, posterior, Training()), time.process_time)
+        found[kind] = {**task.score(tuned), "seconds": seconds + spent}
     return found
 
 
-def published_row(task: TableTask, seed: int, steps: int = 600) -> dict[str, Any]:
+LONGEST = 600
+"""Most batches of the published fit; the paper does not say how many, and this is what a minute allows."""
+
+
+def published_row(task: TableTask, seed: int) -> dict[str, Any]:
     """Fits VaLLA as published, by the α-divergence over Z, A, δ and σ² in batches of 100, 100 inducing points.
 
-    Args:
-        task: network and table.
-        seed: of the fit.
-        steps: batches at most; the paper does not say how many, and this is what a minute allows.
-            The NLL of 1 000 validation rows may stop them earlier.
+    The NLL of 1 000 validation rows may stop it.
 
     Returns:
         scores, processor seconds, steps taken, validation NLL by looks.
     """
-    start = time.process_time()
-    fit = lw.AlphaDivergence(steps=steps, learning_rate=0.05, validation=task.val[::5], every=50, patience=2)
-    train = [part for x, y in task.train[: steps // 5] for part in batched(x, y, 100)]
-    posterior = lw.fit(
-        task.model,
-        train,
-        lw.VaLLA(100, fit),
-        likelihood=ONE_NOISE,
-        seed=seed,
-        data_size=len(task.data.train[0]),
-    )
-    seconds = time.process_time() - start
+    alpha = lw.AlphaDivergence(steps=LONGEST, learning_rate=0.05, validation=task.val[::5], every=50, patience=2)
+    train = [part for x, y in task.train[: LONGEST // 5] for part in batched(x, y, 100)]
+    size = len(task.data.train[0])
+    fit = partial(lw.fit, task.model, train, lw.VaLLA(100, alpha), likelihood=ONE_NOISE, seed=seed, data_size=size)
+    posterior, seconds = timed(fit, time.process_time)
     history = posterior.history
     return {
         **task.score(posterior), "seconds": seconds, "steps": len(history["objective"]),

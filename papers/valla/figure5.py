@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lapwing.evaluation import metrics
 from lapwing.tuning import Training, Tuning
 from papers.common import drawing
 from papers.common.data import Pictures, joined, pictures
+from papers.common.measure import timed
 from papers.common.results import Rows, once
 from papers.common.rotations import rotate
 from papers.common.scores import class_scores, entropy, probabilities
@@ -46,11 +48,10 @@ def run(
 
 def _add(rows: Rows, name: str, seed: int, tested: int) -> None:
     run, task = f"{name}, seed {seed}", once(lambda: ImageTask.load(name, seed, tested))
-    turned = once(lambda: {angle: rotate(task().x[:ROTATED], angle) for angle in ANGLES})
-    rows.add(run, "network", lambda: task().network_scores(turned()))
+    rows.add(run, "network", lambda: {"softmax": task().network_scores()})
     for label, chosen in METHODS.items():
-        rows.add(run, label, lambda *chosen: tuned_scores(task(), seed, turned(), *chosen), *chosen)
-    rows.add(run, "sampled LLA", lambda: sampled_row(task(), seed, turned()))
+        rows.add(run, label, lambda *chosen: tuned_scores(task(), seed, *chosen), *chosen)
+    rows.add(run, "sampled LLA", lambda: sampled_row(task(), seed))
 
 
 LINKS: dict[str, Any] = {
@@ -72,14 +73,7 @@ def latents(posterior: lw.Posterior, x: Tensor, size: int = 250) -> Any:
 
 @dataclass(frozen=True)
 class ImageTask:
-    """A trained network for images, and its data.
-
-    Attributes:
-        model: the network.
-        data: its images.
-        x: test images.
-        y: their labels.
-    """
+    """A trained network for images, and its data."""
 
     model: nn.Module
     data: Pictures
@@ -93,35 +87,34 @@ class ImageTask:
         model = trained((784, 200, 200, 10), joined(data.train), IMAGES, seed, name)
         return cls(model, data, *joined(data.test))
 
-    def network_scores(self, rotated: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Returns MAP's scores."""
-        with torch.no_grad():
-            inside, outside = self.model(self.x).softmax(-1), self.model(self.data.foreign).softmax(-1)
-            found: dict[str, Any] = self._scores(inside, outside)
-            found["rotated"] = {str(a): class_scores(self.model(x).softmax(-1), self.y[: len(x)])
-                                for a, x in rotated.items()}  # fmt: skip
-        return {"softmax": found}
+    @cached_property
+    def images(self) -> list[Tensor]:
+        """Test images, foreign ones, and `ROTATED` test images at each of `ANGLES`."""
+        return [self.x, self.data.foreign, *(rotate(self.x[:ROTATED], angle) for angle in ANGLES)]
 
-    def score(self, posterior: lw.Posterior, rotated: Mapping[int, Tensor]) -> dict[str, Any]:
-        """Returns a posterior's scores by link; those of rotated images too.
+    @torch.no_grad()
+    def network_scores(self, temperature: float = 1.0) -> dict[str, Any]:
+        """Returns the scores of the network with its logits divided by a number."""
+        return self.scores([(self.model(x) / temperature).softmax(-1) for x in self.images])
 
-        Args:
-            posterior: of this network.
-            rotated: angle -> the first test images, rotated.
-        """
-        inside, outside = latents(posterior, self.x), latents(posterior, self.data.foreign)
-        turned = {angle: latents(posterior, x) for angle, x in rotated.items()}
-        found: dict[str, Any] = {}
-        for name, link in LINKS.items() if isinstance(inside, Latent) else DRAWS_LINKS.items():
-            found[name] = self._scores(*(probabilities(posterior, latent, link) for latent in (inside, outside)))
-            found[name]["rotated"] = {
-                str(angle): class_scores(probabilities(posterior, latent, link), self.y[: len(rotated[angle])])
-                for angle, latent in turned.items()
-            }
+    def score(
+        self, posterior: lw.Posterior, links: Mapping[str, Any] | None = None, rotated: bool = True
+    ) -> dict[str, Any]:
+        """Returns a posterior's scores by link, None meaning `LINKS`, or `DRAWS_LINKS` for draws; and δ."""
+        seen = [latents(posterior, x) for x in (self.images if rotated else self.images[:2])]
+        links = links or (LINKS if isinstance(seen[0], Latent) else DRAWS_LINKS)
+        found: dict[str, Any] = {
+            name: self.scores([probabilities(posterior, latent, link) for latent in seen])
+            for name, link in links.items()
+        }
         return {**found, "prior_precision": posterior.prior_precision}
 
-    def _scores(self, inside: Tensor, outside: Tensor) -> dict[str, float]:
-        return {**class_scores(inside, self.y), "auroc": float(metrics.auroc(entropy(inside), entropy(outside)))}
+    def scores(self, probs: Sequence[Tensor]) -> dict[str, Any]:
+        """Returns the scores of class probabilities of `images`, or of the first two sets of them."""
+        inside, outside, *turned = probs
+        auroc = float(metrics.auroc(entropy(inside), entropy(outside)))
+        rotated = {str(a): class_scores(p, self.y[: len(p)]) for a, p in zip(ANGLES, turned, strict=False)}
+        return {**class_scores(inside, self.y), "auroc": auroc, "rotated": rotated}
 
     def fit(self, method: lw.Method, params: Any = lw.everything, seed: int = 0, **options: Any) -> lw.Posterior:
         """Fits a method, δ open, tuned by nothing unless the options say so."""
@@ -140,38 +133,23 @@ METHODS: dict[str, tuple[lw.Method, Any]] = {
 """Methods whose δ is tuned afterwards; natural gradients of 50 batches of 100, ELLA's rows half of the paper's."""
 
 
-def tuned_scores(
-    task: ImageTask,
-    seed: int,
-    rotated: Mapping[int, Tensor],
-    method: lw.Method,
-    params: Any = lw.everything,
-    kinds: Sequence[str] = ("evidence", "validation"),
-) -> dict[str, Any]:
-    """Fits a method once, tunes δ in several ways and scores each.
+def tuned_scores(task: ImageTask, seed: int, method: lw.Method, params: Any = lw.everything) -> dict[str, Any]:
+    """Fits a method once, and tunes δ by the evidence and by validation.
 
     Returns:
         tuning -> scores by link, and processor seconds of fit and tuning together; rotated images for the first alone.
     """
-    tunings: dict[str, Tuning] = {
-        "evidence": lw.Evidence(), "bounded evidence": lw.BoundedEvidence(nats=0.005),
-        "validation": lw.Validation(task.data.val, tempered=False, tolerance=0.0),
-    }  # fmt: skip
-    start = time.process_time()
-    posterior = task.fit(method, params, seed)
-    seconds = time.process_time() - start
+    validation = lw.Validation(task.data.val, tempered=False, tolerance=0.0)
+    tunings: dict[str, Tuning] = {"evidence": lw.Evidence(), "validation": validation}
+    posterior, seconds = timed(lambda: task.fit(method, params, seed), time.process_time)
     found: dict[str, Any] = {}
-    for kind in kinds:
-        start = time.process_time()
-        tuned = tunings[kind].tune(posterior, Training(task.data.train))
-        spent = seconds + time.process_time() - start
-        found[kind] = {**task.score(tuned, rotated if kind == kinds[0] else {}), "seconds": spent}
+    for kind, tuning in tunings.items():
+        tuned, spent = timed(partial(tuning.tune, posterior, Training(task.data.train)), time.process_time)
+        found[kind] = {**task.score(tuned, rotated=kind == "evidence"), "seconds": seconds + spent}
     return found
 
 
-def sampled_row(
-    task: ImageTask, seed: int, rotated: Mapping[int, Tensor], draws: int = 16, em_steps: int = 3, shown: int = 2000
-) -> dict[str, Any]:
+def sampled_row(task: ImageTask, seed: int, draws: int = 16, em_steps: int = 3, shown: int = 2000) -> dict[str, Any]:
     """Fits sampled LLA: δ by EM; the paper has 32 draws and 8 steps of EM on all images.
 
     Returns:
@@ -183,7 +161,7 @@ def sampled_row(
         task.model, task.data.train[: shown // 100], lw.SampledLLA(draws, em_steps=em_steps), seed=seed,
         data_size=count, memory=2**30,
     )  # fmt: skip
-    return {**task.score(posterior, rotated), "seconds": time.process_time() - start, "images": shown}
+    return {**task.score(posterior), "seconds": time.process_time() - start, "images": shown}
 
 
 def draw(results: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import lapwing as lw
@@ -15,7 +14,7 @@ from papers.common.results import Rows, once
 from papers.common.scores import averaged
 from papers.common.tables import grid, shown
 from papers.common.training import ONE_NOISE
-from papers.valla.figure4 import SHORT, TABLES, TableTask, regression_scores
+from papers.valla.figure4 import SHORT, TABLES, TableTask
 
 STEPS = 2000
 """Most batches of 100. The paper does not give a number for tables."""
@@ -102,11 +101,7 @@ class TableRows:
 
     def network(self, rows: tuple[Tensor, Tensor]) -> dict[str, Any]:
         """Returns the scores of the network with the mean squared residual of some rows as noise variance."""
-        x, y = self.task.test
-        with torch.no_grad():
-            mean = torch.cat([self.task.model(part) for part in x.split(500)])
-        noise = float(self.task.errors(rows).mean())
-        return _without_curve(regression_scores(mean, torch.zeros_like(mean), noise, y, self.task.data.scale))
+        return _without_curve(self.task.network_row(rows))
 
     def validated(self, method: lw.Method | None) -> dict[str, Any]:
         """Returns the scores of a posterior whose δ and σ² are of the held-out rows."""
@@ -143,13 +138,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ends(runs: Mapping[str, Any], headings: Mapping[str, str], labels: Sequence[str]) -> str:
-    """Returns how the published fits ended, means over seeds.
-
-    Args:
-        runs: "name, seed 0" -> row -> values.
-        headings: name -> name in the table.
-        labels: rows of published fits.
-    """
+    """Returns how the published fits ended, means over seeds."""
     rows = {}
     for name, heading in headings.items():
         for label in labels:

@@ -6,16 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import lapwing as lw
-from lapwing.evaluation import metrics
 from papers.common.results import Rows, once
-from papers.common.rotations import rotate
-from papers.common.scores import class_scores, entropy, probabilities
 from papers.common.tables import grid, shown
-from papers.valla.figure5 import ANGLES, ROTATED, ImageTask, latents
+from papers.valla.figure5 import ImageTask
 from papers.valla.published import HELD_OUT, PRIOR_ALONE, RATE, ends, path_of, published_fit
 
 STEPS = 6000
@@ -51,18 +45,14 @@ class ImageRows:
         task: network and images.
         seed: of the fits.
         held_out: at most `HELD_OUT` validation images in batches of 100.
-        images: test images, foreign ones, and `ROTATED` test images at each of `ANGLES`.
     """
 
     def __init__(self, task: ImageTask, seed: int) -> None:
         self.task, self.seed, self.held_out = task, seed, task.data.val[: HELD_OUT // 100]
-        self.images = [task.x, task.data.foreign, *(rotate(task.x[:ROTATED], angle) for angle in ANGLES)]
 
     def network(self, temperature: float) -> dict[str, Any]:
         """Returns the scores of the network with its logits divided by a number."""
-        with torch.no_grad():
-            probs = [(self.task.model(x) / temperature).softmax(-1) for x in self.images]
-        return {**self._scores(probs), "temperature": temperature}
+        return {**self.task.network_scores(temperature), "temperature": temperature}
 
     def one_temperature(self) -> dict[str, Any]:
         """Returns the scores of the network at the temperature of the held-out images."""
@@ -89,20 +79,8 @@ class ImageRows:
         return {**self._by_link(posterior, links), **path_of(posterior), "seconds": seconds}
 
     def _by_link(self, posterior: lw.Posterior, links: dict[str, Any]) -> dict[str, Any]:
-        seen = [latents(posterior, x) for x in self.images]
-        found: dict[str, Any] = {
-            name: self._scores([probabilities(posterior, latent, link) for latent in seen])
-            for name, link in links.items()
-        }
-        numbers = {"prior_precision": posterior.prior_precision, "temperature": posterior.logit_temperature}
-        return {**found, **{name: value for name, value in numbers.items() if isinstance(value, float)}}
-
-    def _scores(self, probs: Sequence[Tensor]) -> dict[str, Any]:
-        """Returns the scores of class probabilities of all images."""
-        inside, outside, *turned = probs
-        auroc = metrics.auroc(entropy(inside), entropy(outside))
-        rotated = {str(a): class_scores(p, self.task.y[: len(p)]) for a, p in zip(ANGLES, turned, strict=True)}
-        return {**class_scores(inside, self.task.y), "auroc": float(auroc), "rotated": rotated}
+        temperature = posterior.logit_temperature
+        return self.task.score(posterior, links) | ({} if temperature is None else {"temperature": temperature})
 
 
 HEADINGS = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"}

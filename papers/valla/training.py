@@ -26,15 +26,7 @@ IMAGES = Recipe(F.cross_entropy, 6000, decay=1e-3)
 
 
 def trained(widths: Sequence[int], data: Part, recipe: Recipe, seed: int, name: str) -> nn.Sequential:
-    """Returns a trained tanh MLP, or one that was kept.
-
-    Args:
-        widths: of the layers, inputs and outputs included.
-        data: inputs and targets; the network has the inputs' dtype.
-        recipe: of the training.
-        seed: of weights and batches.
-        name: of the data.
-    """
+    """Returns a trained tanh MLP, or one that was kept under the name of the data; it has the dtype of the inputs."""
     with seeded(seed):
         model = mlp(*widths).to(data[0].dtype)
     path = f"{name}_{'_'.join(map(str, widths))}_{recipe.steps}_{seed}"

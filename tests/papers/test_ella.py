@@ -116,7 +116,7 @@ def test_draws_choose_the_prior_precision_of_the_lowest_nll():
     part = {"outputs": outputs, "features": features}
 
     def latent(delta):
-        return by_draws.ella_latent(part, torch.zeros(3, 3).double(), delta)
+        return ella_latent(part, torch.zeros(3, 3).double(), delta)
 
     def loss(delta):
         prediction = lw.Categorical().predict(latent(delta), by_draws.LINK)

@@ -13,7 +13,7 @@ from papers.common.cifar import Cifar
 from papers.common.data import Pictures, Table, batched
 from papers.common.measures import cqm
 from papers.common.training import Recipe
-from papers.valla import cost, figure4, figure5, published, published_images
+from papers.valla import figure4, figure5, published, published_images
 from papers.valla.figure7 import CifarTask
 from papers.valla.training import trained
 
@@ -46,13 +46,6 @@ class TestScores:
         assert curve[0] == 0
         assert curve[-1] == 1
         assert float((curve - figure4.LEVELS).abs().max()) < 0.1
-
-
-@pytest.mark.parametrize("name", ["ResNet-20", "ViT", "MLP of 74 000 weights"])
-def test_networks_of_the_cost(name):
-    model, loader = cost.network(name, samples=2, batch=2)
-    with torch.no_grad():
-        assert model(loader[0][0]).shape == (2, 10)
 
 
 def test_rows_of_the_resnet_table_at_a_small_network():
