@@ -1,4 +1,4 @@
-"""Batches: splits pairs, dictionaries and Hugging Face batches into inputs and targets, cuts and checks them."""
+"""Batches: splits pairs, dictionaries and Hugging Face batches into inputs and targets, and checks them."""
 
 from __future__ import annotations
 

@@ -45,14 +45,14 @@ class Choice:
     """The method of a fit, and the surveyed network that it treats."""
 
     method: Method
-    sizes: FitShape  # of the surveyed network, the likelihood and the data
+    shape: FitShape  # of the surveyed network, the likelihood and the data
     prior: Prior
-    reason: str | None  # why this is the default, and how to choose another; None if the user named the method
-    rule: str | None  # targets whose default method and weights these are; None if the user chose
+    reason: str | None  # why this is the default, and how to choose another; None if the user named method or weights
+    rule: str | None  # kind of targets whose default method and weights these are; None if the user named one of them
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
-    """Returns the method for all weights and N samples, or None if they cost too much."""
+    """Returns the method for all weights and N samples; None for classes, or if all weights cost too much."""
     if classifies(likelihood, tangent):
         return None
     weights, rows = tangent.size, samples * tangent.width
@@ -109,8 +109,8 @@ def choose(
 ) -> Choice:
     """Chooses the method if the user named none, surveys the network, and checks that all parts go together.
 
-    `count` returns n, or N if only this is known, and `samples` is n, or a lower bound if counting needs a pass. For a
-    classifier only the last layer is treated: without held-out data the spread of all weights is too uncertain.
+    `count` returns the number of samples, and `samples` is a lower bound if counting needs a pass. By default a
+    classifier gets its last layer: without held-out data the spread of all weights is too uncertain.
     """
     survey = partial(
         Tangent.survey, model, data.first.inputs, forward=options.forward, memory=options.memory,
@@ -124,30 +124,35 @@ def choose(
         if params is None:
             params = last_layer if method is None or method.treats_last_layer else everything
         tangent = survey(params=params, warn=warn)
-        if method is None and isinstance(params, LastLayer) and tangent.outputs > EXACT_OUTPUTS:
-            reason = (
-                f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes "
-                f"a matrix of {tangent.outputs} rows for it. For KFAC write lw.fit(model, loader, lw.KFAC(), "
-                "params=lw.last_layer)."
-            )
-            method = Diagonal()
     elif warn:
         warn_of_idle(tangent.model, tangent.reasons)  # as a survey for a named method does
-    method, rule = method or KFAC(), None
+    if method is None:
+        method, reason = _kfac_or_diagonal(tangent.outputs, isinstance(params, LastLayer), reason)
+    rule = None
     if by_default:
         rule = "classes" if classifies(data.likelihood, tangent) else "targets that are not classes"
-    sizes = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
-    _check_fit(method, sizes, data, options.validation is not None)
+    shape = FitShape.of(tangent, data.likelihood, data.first.inputs, samples)
+    _check_fit(method, shape, data, options.validation is not None)
     precision, decay = options.prior_precision, options.weight_decay
     precision = precision if decay is None else (options.data_size or count()) * decay
     check_range("noise variance", data.likelihood.noise_variance, tangent.dtype)
     prior = Prior.read(tangent, precision, options.prior_mean)
-    return Choice(method, sizes, prior, reason, rule)
+    return Choice(method, shape, prior, reason, rule)
+
+
+def _kfac_or_diagonal(outputs: int, last: bool, reason: str | None) -> tuple[Method, str | None]:
+    """Returns the method where only the parameters are known, and the reason; `last` means only the last layer."""
+    if not last or outputs <= EXACT_OUTPUTS:
+        return KFAC(), reason
+    return Diagonal(), (
+        f"lw.Diagonal() is the default for a last layer of more than {EXACT_OUTPUTS} outputs: KFAC decomposes a matrix "
+        f"of {outputs} rows for it. For KFAC write lw.fit(model, loader, lw.KFAC(), params=lw.last_layer)."
+    )
 
 
 def log_default(choice: Choice) -> None:
     """Logs a default with its cost, and warns if it treats a network whose weights are all frozen."""
-    footprint, model = choice.method.footprint(choice.sizes), choice.sizes.tangent.model
+    footprint, model = choice.method.footprint(choice.shape), choice.shape.tangent.model
     assert footprint is not None  # every default method has one
     log.info(
         "%s The fit takes about %s forward passes of the data, without tuning, and the posterior keeps %s bytes; "

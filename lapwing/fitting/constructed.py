@@ -89,7 +89,8 @@ def constructed(
             summary.add(likelihood, **rows)
     if not summary.samples:
         raise other_size(0, f"to {method.name}", None)
-    warn_of_misfit(likelihood, *pair, summary.statistics)
+    if "targets" in summary.statistics:  # of Gaussian noise
+        warn_of_misfit(likelihood, *pair, summary.statistics)
     noise_fixed = not likelihood.needs_noise
     if not noise_fixed:
         likelihood = likelihood.with_noise_variance(likelihood.residual_variance(summary.statistics))

@@ -77,10 +77,10 @@ def fit(
         loader: training data: an iterable of (inputs, targets) batches that can be read several times, a pair (x, y) of
             tensors, NumPy arrays or pandas frames, or a map-style Dataset. Pairs and data sets are cut into batches of
             100, in order. Arrays of floats get the dtype of the weights; tensors keep theirs.
-        method: structure of Σ and how to fit it. None chooses, and logs its choice: for classes or several labels KFAC
-            over the last layer; for all other targets `Full` over all trained weights if that is cheap, KFAC over all
-            up to a million, else KFAC over the last layer. A last layer with more than 1 000 outputs gets Diagonal, a
-            frozen one KFAC over the trained layers. With `params`, None means KFAC.
+        method: structure of Σ and how to fit it. None chooses, and logs why: for classes or several labels KFAC over
+            the last layer; for all other targets `Full` over all trained weights if that is cheap, KFAC over all up to
+            a million, else KFAC over the last layer. All trained weights are treated if the last layer is frozen. A
+            last layer with more than 1 000 outputs gets Diagonal. With `params`, None means KFAC, or this Diagonal.
         likelihood: a name such as "categorical", or an instance. None infers it from the dtype of the targets. For
             "gaussian", and for None with floats, residuals decide on the noise and its tails: see `Gaussian`.
         params: parameters to treat. None means all trained ones if `method` is given.
@@ -155,7 +155,7 @@ def _from_start(
     prefixes = 0 if data.tune is None else data.tune.prefixes
     runner = Runner(data.training, prefixes, options.data_size, file)
     choice = choose(options, model, data, runner.count, data.training.expected_size or data.first.count)
-    advice = advice_on_memory(choice.method, choice.sizes)
+    advice = advice_on_memory(choice.method, choice.shape)
     if advice is not None:
         raise LapwingError(advice)
     if choice.reason is not None:
@@ -172,7 +172,7 @@ def _from_start(
 
 def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
     """Returns the inputs of the method, with noise ratios that the residuals show."""
-    tangent, prior, tune = choice.sizes.tangent, choice.prior, data.tune
+    tangent, prior, tune = choice.shape.tangent, choice.prior, data.tune
     likelihood = data.likelihood
     if heads := likelihood.open_heads(tangent.outputs):
         likelihood = data.with_residuals(tangent, heads)
@@ -180,7 +180,7 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
         check_same_network(tangent.model)
     return Problem(
         tangent=tangent, likelihood=likelihood,
-        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.sizes.columns),  # for each rank
+        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.shape.columns),  # for each rank
         prior=prior, traces_wanted=tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise),
         seed=options.seed, temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
@@ -191,6 +191,7 @@ def _run_and_tune(
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
     """Runs the passes of the method, and tunes what the user did not give; also returns posteriors of first parts."""
     started, method, tune = time.perf_counter(), choice.method, data.tune
+    asked = tune is not None and tune is not DEFAULT_TUNING  # by tune= or validation=
     stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
     result = runner.run(method, problem, stop)
     posterior, parts = _posteriors_of(runner, method, problem, result)
@@ -200,17 +201,17 @@ def _run_and_tune(
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
     own_prior = result.precision is not None or not has_prior(result.covariance)
     if own_prior and (tune is None or not tune.tunes_own_prior(posterior)):
-        if not problem.prior.fixed and tune is not None and tune is not DEFAULT_TUNING:
+        if asked and not problem.prior.fixed:
             unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
             log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
         return posterior, parts
     settled = posterior.prior.fixed and posterior.noise_fixed
     if tune is None:
         return posterior if settled else posterior.with_defaults(), parts
-    if settled and tune is DEFAULT_TUNING and not posterior.likelihood.regressions:
+    if settled and not asked and not posterior.likelihood.regressions:
         return posterior, parts
     before, shown = time.perf_counter(), runner.count()
-    if tune is DEFAULT_TUNING and is_cheap(posterior, data.first, shown):
+    if not asked and is_cheap(posterior, data.first, shown):
         tune = Refit()
         log.info(
             "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
@@ -265,7 +266,9 @@ def _stop(method: Method, problem: Problem, tune: Tuning, runner: Runner) -> Sto
         return None
 
     def stop(covariance: Covariance, summary: DataSummary) -> bool:
-        whole, parts = _posteriors_of(runner, method, problem, FitResult(covariance, summary=summary))
+        factor = runner.count() / summary.samples
+        result = FitResult(covariance, summary=summary, data_factor=factor)
+        whole, parts = _posteriors_of(runner, method, problem, result)
         part = next(part for part in parts if part.samples == summary.samples)
         return ranks.on_first("early stopping", lambda: falls(part, whole))
 

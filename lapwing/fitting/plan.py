@@ -171,7 +171,7 @@ def _planned(options: FitOptions, model: nn.Module, data: FitData, runner: Runne
         return data.training.expected_size or options.data_size or runner.count()
 
     choice = choose(options, model, data, count, count(), warn)
-    method, shape, tangent = choice.method, choice.sizes, choice.sizes.tangent
+    method, shape, tangent = choice.method, choice.shape, choice.shape.tangent
     rows = check_batch(tangent, data.likelihood, data.first)
     check_logits(data.likelihood, *rows, next(iter(tangent.parameters.values())).dtype)
     total, largest = _activations(tangent, data.first.inputs)

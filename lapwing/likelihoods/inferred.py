@@ -1,4 +1,4 @@
-"""The default likelihood, which follows from the dtype of the targets, and a check that outputs are logits."""
+"""The default likelihood, which follows from the dtype of the targets, and checks that outputs fit their targets."""
 
 from __future__ import annotations
 
@@ -185,9 +185,7 @@ def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[st
 
 
 def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:
-    """Warns if the outputs (B, C) of some samples are not means of their targets; `statistics` are of all data."""
-    if "targets" not in statistics:
-        return
+    """Warns if the outputs (B, C) of some samples are not means of their targets; `statistics` are of Gaussian noise."""
     known, sums = statistics["targets"]
     count = statistics["count"]
     variance = float((statistics["squared_target"] - (sums.square() / known.clamp_min(1)).sum()) / count)

@@ -13,7 +13,7 @@ from .state import BlockSums
 
 @dataclass(frozen=True)
 class Diagonal(Method):
-    """Diagonal Laplace, `Σ = (diag(G)/τ + δI)⁻¹` with the exact diagonal of the GGN.
+    """Diagonal Laplace, `Σ = (s diag(G) + Δ)⁻¹` with the exact diagonal of the GGN, and s as in `lw.fit`.
 
     Cost: one pass of C backward passes of activations; memory O(P).
     """
@@ -25,7 +25,7 @@ class Diagonal(Method):
 
     def footprint(self, shape: FitShape) -> Footprint:
         kept = shape.stored(Blockwise, {"kinds": {block.name: "diagonal" for block in shape.tangent.blocks}})
-        return Footprint(kept, kept + shape.chunk(), shape.pass_length)
+        return Footprint(kept=kept, peak=kept + shape.chunk(), passes=shape.pass_length)
 
 
 class SquaredSums(CurvaturePass[BlockSums]):
@@ -43,4 +43,5 @@ class SquaredSums(CurvaturePass[BlockSums]):
 
     def finish(self, state: BlockSums) -> Blockwise:
         problem, structures = self._problem, {name: DiagonalBlock(total) for name, total in state.blocks.items()}
+        # δ and s are provisional: the posterior sets both
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)

@@ -63,6 +63,7 @@ class Batch:
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the chunks of the batch, as `Tangent.records` does, with cotangents times √w.
 
+        `EVERY_OUTPUT` has no cotangents to multiply.
         If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
         """
         outputs, weights = [], None
@@ -162,10 +163,10 @@ class SumPass(ABC, Generic[S]):
 
 
 class CurvaturePass(SumPass[S]):
-    """The final pass of a method, whose state is the curvature of the samples so far.
+    """A pass whose state is the curvature of the samples so far."""
 
-    Early stopping repeats it for the first n samples, with several n.
-    """
+    is_final = False
+    """Whether it gives the covariance of the fit. Then early stopping repeats it for the first n samples."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -260,6 +261,7 @@ Passes = Generator[Step, Any, Covariance | FitResult]
 
 def run_curvature_pass(step: CurvaturePass[Any]) -> Generator[Step, Any, Covariance]:
     """Yields the final pass of a method; returns its covariance."""
+    step.is_final = True
     return step.finish((yield step))
 
 
@@ -302,7 +304,7 @@ class Method(Options, ABC):
     def allows_early_stopping(self) -> bool:
         """Returns whether `EarlyStopping` may fit the first n samples for several n.
 
-        Then the last pass is a `CurvaturePass` over all data, or the method chooses the prior, so no tuning follows.
+        Then `run_curvature_pass` runs over all data, or the method chooses the prior, so no tuning follows.
         """
         return True
 
@@ -313,8 +315,15 @@ class Method(Options, ABC):
 
 def prior_covariance(method: Method, problem: Problem, option: str) -> Generator[Step, Any, PriorCovariance]:
     """Yields the passes of a method that is an option of another method; returns its covariance."""
-    result = yield from method.passes(problem)
-    covariance = result.covariance if isinstance(result, FitResult) else result
+    passes = method.passes(problem)
+    try:
+        step = next(passes)
+        while True:
+            if isinstance(step, CurvaturePass):
+                step.is_final = False
+            step = passes.send((yield step))
+    except StopIteration as end:
+        covariance = end.value.covariance if isinstance(end.value, FitResult) else end.value
     if not has_prior(covariance):
         raise _without_prior(method, option)
     return covariance

@@ -139,7 +139,7 @@ class Runner:
                 answers.append(self.labels())
             elif isinstance(step, SamplesSeen):
                 answers.append(Seen(self.count(), self._at.summary))
-            elif self._parts and isinstance(step, CurvaturePass) and step.limit is None:
+            elif self._parts and isinstance(step, CurvaturePass) and step.is_final and step.limit is None:
                 answers.append(self._with_first_parts(step, problem, stop))
             else:
                 answers.append(self._sums(step, problem).state)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import lapwing as lw
-from lapwing.tuning import Training, Tuning
+from lapwing.running.runner import Runner
+from lapwing.tuning import EarlyStopping, Training, Tuning
 from lapwing.tuning.held_out import at_exponents, width_scores
 from lapwing.tuning.held_out_choice import best_of
 from tests import oracle
@@ -186,3 +187,34 @@ def test_few_held_out_rows_take_the_best_n_in_the_mean_at_the_ratio_of_the_train
         assert best.prior_precision * best.noise_variance == pytest.approx(delta * noise, rel=1e-3)
         found.append(int(scores.mean(1).argmax()) != int(scores.amax(1).argmax()))
     assert any(found)
+
+
+@pytest.mark.parametrize("method", [lw.EKFAC(), lw.OptimalSubspace(3, curvature=lw.Diagonal())], ids=repr)
+@pytest.mark.parametrize("stop", ["best", "first fall"])
+def test_only_the_last_curvature_is_repeated(method, stop, monkeypatch):
+    model, data, held_out = narrow_task(0.4)
+    read, sums = [], Runner._sums
+
+    def counted(runner, step, problem):
+        read.append((step.label, step.limit))
+        return sums(runner, step, problem)
+
+    monkeypatch.setattr(Runner, "_sums", counted)
+    tune = lw.EarlyStopping(held_out, stop=stop, prefixes=4)
+    lw.fit(model, data, method, params=lw.everything, prior_precision=0.1, tune=tune)
+    assert {label for label, limit in read if limit is not None} == {read[-1][0]}
+
+
+def test_the_first_fall_compares_what_the_end_chooses_from(monkeypatch):
+    model, data, held_out = narrow_task(0.0)
+    compared, candidates = {}, EarlyStopping._candidates
+
+    def noted(self, part, whole):
+        found = candidates(self, part, whole)
+        compared.setdefault(part.samples, []).append(found[0].prior_precision)
+        return found
+
+    monkeypatch.setattr(EarlyStopping, "_candidates", noted)
+    tune = lw.EarlyStopping(held_out, form="scaled", stop="first fall", prefixes=3)
+    lw.fit(model, data, lw.KFAC(), prior_precision=0.8, tune=tune)
+    assert compared == {64: [0.1, 0.1], 128: [0.2, 0.2], 256: [0.4, 0.4], 512: [0.8]}
