@@ -185,7 +185,7 @@ def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[st
 
 
 def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:
-    """Warns if the outputs (B, C) of some samples are not means of their targets; `statistics` are of Gaussian noise."""
+    """Warns if outputs (B, C) of some samples are not means of their targets. `statistics` are of Gaussian noise."""
     known, sums = statistics["targets"]
     count = statistics["count"]
     variance = float((statistics["squared_target"] - (sums.square() / known.clamp_min(1)).sum()) / count)
