@@ -172,7 +172,7 @@ class Run(nn.Module, ABC):
         super().__init__()
         self.graph, self.dtype = graph, tangent.dtype
         self.observe, self.kinds, self.novelty, self.layer = wanted.observe, wanted.kinds, wanted.novelty, wanted.layer
-        self.logits = tangent.call.activation, tangent.call.looks
+        self.activation = tangent.call.activation
         self.features = "" if self.novelty is None else _features(self.novelty, values, inputs)
         self.of_noise = _read_by(values, tangent, self.layer, inputs) if self.layer else graph.output
 
@@ -209,7 +209,7 @@ class AmortizedRun(Run):
     def moments(self, *leaves: Tensor) -> tuple[Tensor, Tensor, dict[str, Any], tuple[Tensor, ...]]:
         inputs = self.inputs.with_leaves(dict(enumerate(leaves)))
         values = self.graph.run(inputs)
-        mean = finite(values[self.graph.output], *self.logits)
+        mean = finite(values[self.graph.output], self.activation, looks=False)
         rows = joined_rows(values[self.read], mean, inputs)
         variance, factor = self.head(rows)
         beyond = self.head.beyond(rows)
@@ -251,7 +251,7 @@ class StreamlinedRun(Run):
         for step in self.steps:
             values[step.node.name] = program.step(step, values, samples)
         if self.head is None:
-            mean, moments = _whole(values[program.graph.output], self.kinds, *self.logits)
+            mean, moments = _whole(values[program.graph.output], self.kinds, self.activation)
         else:
             mean, moments = self.head(program.cast(self.head.source, values[self.head.source]))
             for step in self.end[1:]:
@@ -302,12 +302,12 @@ def _end(program: Program) -> tuple[Step, ...]:
     return end if end and plain else ()
 
 
-def _whole(output: Moments, kinds: int, activation: str | None, looks: bool) -> tuple[Tensor, Tensor]:
+def _whole(output: Moments, kinds: int, activation: str | None) -> tuple[Tensor, Tensor]:
     """Returns the means and `moments_of` a program's output, minus the average over possible classes if centred."""
     matrix = output.covariance
     term = EigenTerm(None, output.variance) if matrix is None else DenseTerm(matrix, output.centred)
     if activation != "softmax":
-        return finite(output.mean, activation, looks), moments_of(term, kinds)
+        return finite(output.mean, activation, looks=False), moments_of(term, kinds)
     mean, variance = output.mean, term.variance()
     mask = possible(mean).to(variance)
     share = mask / mask.sum(-1, keepdim=True)
@@ -316,7 +316,7 @@ def _whole(output: Moments, kinds: int, activation: str | None, looks: bool) -> 
     if kinds > 2:  # the others follow the average
         move = torch.diag_embed(mask) + (1 - mask)[..., None] * share[:, None]
         parts.append((move @ term.dense() @ move.mT).flatten(1))
-    return finite(mean, activation, looks), torch.cat(parts[:kinds], -1)
+    return finite(mean, activation, looks=False), torch.cat(parts[:kinds], -1)
 
 
 def _free(exported: ExportedProgram) -> tuple[dict[int, str], ...]:

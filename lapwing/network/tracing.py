@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ ENTRYWISE = frozenset(
      "Pow", "Reciprocal", "Relu", "Rsub", "Sigmoid", "Silu", "Sinh", "Softplus", "Sqrt", "Squeeze", "Sub", "Tanh",
      "ToCopy", "Unsqueeze", "UnsafeView", "View")
 )  # fmt: skip
-"""Nodes that may form a tail: they treat each entry of their only input alone, or keep the entries in order.
+"""Nodes that may form a tail: they treat each entry alone, or keep the entries in order.
 
 Masks do not count: what `call.finite` writes for an impossible class depends on the other classes.
 """
@@ -221,6 +221,18 @@ def kind_of(node: Node) -> str:
     return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
 
 
+def reaches(start: Node, ends: Container[Node]) -> bool:
+    """Whether some path of a graph leads from a node back to one of the ends."""
+    left, met = [start], set[Node]()
+    while left:
+        node = left.pop()
+        if node in ends:
+            return True
+        met.add(node)
+        left += [each for each, _ in node.next_functions if each is not None and each not in met]
+    return False
+
+
 def find_output(uses: Iterable[RecordedUse], outputs: Tensor, differentiable: bool) -> None:
     """Marks the use whose output h is the network's output f, or gives it through a tail: `f = φ(h)` entry by entry.
 
@@ -230,6 +242,7 @@ def find_output(uses: Iterable[RecordedUse], outputs: Tensor, differentiable: bo
     step, ends = outputs.grad_fn, {use.edge.node: use for use in uses if use.out.shape == outputs.shape}
     while step is not None and step not in ends:
         before = [node for node, _ in step.next_functions if node is not None]
+        before = before if len(before) < 2 else [node for node in before if reaches(node, ends)]
         step = before[0] if len(before) == 1 and kind_of(step) in ENTRYWISE else None
     if step is None:
         return

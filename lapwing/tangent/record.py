@@ -32,6 +32,7 @@ from ..jacobian.layers.embedding import TiedTable
 from ..jacobian.outer import Outer
 from ..linalg import double_device, joined, total
 from ..network.generic import forward_products, per_sample_rows
+from ..network.probe import PROBED_SAMPLES
 from ..network.recording_plan import TIED_TABLE, Uses
 from ..network.tracing import RecordedUse, output_gradients
 from .cotangents import FisherParts
@@ -264,7 +265,8 @@ def outputs_moved_error(tangent: Tangent, parameter: str) -> LapwingError:
     """Returns the error for a layer that gave the outputs only on the first batch."""
     return LapwingError(
         f"The layer of {parameter} gave the outputs of {type(tangent.model).__name__} on the first batch, and not on "
-        "this one. Let forward() return them in the same way on every batch."
+        "this one. Let forward() return them in the same way on every batch. If it masks classes, one of the first "
+        f"{PROBED_SAMPLES} samples must show it."
     )
 
 

@@ -28,7 +28,7 @@ from ..network.eager import native, own_parameters, parameters_of, without_compi
 from ..network.entry import outside_modes
 from ..network.gate import check_inputs, check_recording, checked_memory, checked_network, writes_itself
 from ..network.positions import Places, Positions
-from ..network.probe import probe
+from ..network.probe import PROBED_SAMPLES, probe
 from ..network.recording_plan import Coverage, Covered, RecordingPlan, Uses
 from ..network.sample_axis import SampleAxisCheck, SampleAxisMoved
 from ..network.selection import LastLayer, Predicate, everything
@@ -94,7 +94,7 @@ class Tangent:
             raise writes_itself(network, written)
         tangent, layout = cls(call, *surveyed, memory), call.layout
         if layout is not None:
-            few = inputs.take(slice(0, 2))  # a run finds out whether the treated layer gives the outputs
+            few = inputs.take(slice(0, PROBED_SAMPLES))  # a run finds out whether the treated layer gives the outputs
             use = output_use(tangent, *tangent.traced(few))
             layout = replace(layout, rows_are_positions=use is not None)
             plan = replace(tangent.plan, tail=use is not None and use.slopes is not None)
@@ -105,8 +105,9 @@ class Tangent:
 
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
-        gives_outputs = self.plan.last >= 0 or self.positions.rows_are_positions
-        return replace(self, call=replace(self.call, activation=None if gives_outputs else activation, looks=False))
+        gives_outputs, tail = self.plan.last >= 0 or self.positions.rows_are_positions, self.plan.tail
+        activation = None if gives_outputs and not tail else activation
+        return replace(self, call=replace(self.call, activation=activation, looks=tail))  # a tail may add masks
 
     @property
     def model(self) -> nn.Module:

@@ -170,3 +170,67 @@ def test_a_thousand_classes_behind_a_temperature_need_one_pass():
     model.body.register_forward_hook(lambda _, inputs, out: calls.append(len(out)))
     assert posterior.predict(x).probs.shape == (11, 1003)
     assert calls == [11]
+
+
+class Learned(Tailed):
+    """A network with a tail that reads parameters or inputs: the softmax temperature, or a residual connection."""
+
+    def __init__(self, kind):
+        super().__init__(None)
+        self.log_temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.other = nn.Linear(3, 1).double()
+        self.kind = kind
+
+    def forward(self, x):
+        h = self.head(self.body(x).tanh())
+        if self.kind == "learned":
+            return h / self.log_temperature.exp()
+        return h + x.sum(-1, keepdim=True) if self.kind == "skip" else h / (1 + self.other(x).square())
+
+
+@pytest.mark.parametrize("kind", ["learned", "skip", "of the input"])
+@pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
+def test_tails_that_read_parameters_and_inputs(kind, tokens, monkeypatch):
+    model, (x, y) = Learned(kind), data(tokens=tokens)
+    params = lw.matching("head.*") if kind == "of the input" else lw.last_layer
+    fit = lambda: lw.fit(model, batches(x, y), lw.Diagonal(), params=params, prior_precision=0.5)  # noqa: E731
+    posterior = fit()
+    assert posterior.tangent.plan.tail
+    assert posterior.tangent.treats_output_alone
+
+    def spread():
+        leaf = x.clone().requires_grad_()
+        variance = posterior.latent(leaf, via=lw.Linearized()).variance
+        return variance.detach(), torch.autograd.grad(variance.sum(), leaf)[0]
+
+    found = spread()
+    without_tails(monkeypatch)
+    posterior = fit()
+    for one, wanted in zip(found, spread(), strict=True):
+        close(one, wanted)
+
+
+def test_a_temperature_without_dimensions_among_all_weights_has_draws():
+    model, (x, y) = Learned("learned"), data()
+    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.matching("head.*", "log_temperature"), tune=None)
+    draws = posterior.latent(x, via=lw.Linearized(draws=4000)).variance
+    torch.testing.assert_close(draws, posterior.latent(x).variance, rtol=0.2, atol=1e-3)
+
+
+@pytest.mark.parametrize("far", [-1e4, -torch.inf])
+def test_masks_that_a_tail_adds_later_exclude_classes(far, monkeypatch):
+    """The fit has seen no mask. Its predictions are those of a layer that is not recognised as the last one."""
+
+    class Masked(Tailed):
+        def forward(self, x):
+            h = super().forward(x)
+            return h + torch.where(x[:, :1] > 50, torch.tensor([0.0, 0.0, far, 0.0, far]).to(h), 0.0)
+
+    model, (x, y) = Masked(TAILS["temperature"]), data()
+    fit = lambda: lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)  # noqa: E731
+    posterior = fit()
+    masked = torch.cat([x[:2], x[:3] + 100])
+    found = posterior.predict(masked).probs
+    assert (found[2:, [2, 4]] == 0).all()
+    without_tails(monkeypatch)
+    close(found, fit().predict(masked).probs)
