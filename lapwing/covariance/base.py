@@ -115,6 +115,7 @@ class Covariance(Stored):
     scratch_per_row: int = 0  # numbers per row of J that `output_covariance` needs temporarily
     distinct_draws: int | None = None  # number of draws that Σ is made of; None for any other Σ
     keeps_outputs: ClassVar[bool] = False  # a layer that gives all outputs needs no matrix (B, C, C)
+    joins_layers: ClassVar[bool] = True  # weights of different layers may be correlated
     continued_by: Literal["blocks", "matrix", "rows", "basis"] | None = None
 
     @property

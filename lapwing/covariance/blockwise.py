@@ -30,6 +30,7 @@ class Blockwise(PriorCovariance):
 
     full_rank = True
     keeps_outputs = True
+    joins_layers = False
     continued_by = "blocks"
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..covariance import has_positions, is_selected
+from ..covariance import AnyLatent, has_positions, has_prior, is_selected
 from ..data import batches
 from ..data.data import Data
 from ..errors import LapwingError, check_choice, is_one_of
@@ -20,12 +20,16 @@ from ..linalg import doubled
 from ..network.entry import outside_modes
 from ..options import at_least, check_argument
 from ..posterior import Posterior
+from ..posterior.evidence import effective_parameters
 from ..posterior.latents import input_batches
 from ..prediction import Linearized, Scaled, Way
 from ..prediction.uncertain import prepared
 from ..tangent.features import features_at
 from .held_out_choice import RISING
 from .search import golden_section, pull
+
+MAX_LEVERAGE = 0.995
+"""Maximum leverage of a training row that is left out: beyond it, rounding decides on `1/(1 - h)`."""
 
 LEAST_FACTOR = 1e-12
 """Minimum of a factor to another way, for outputs that have a variance in one way only."""
@@ -49,7 +53,9 @@ def scale_factor(
     """Returns `lw.Scaled(via, s)` with the factor s of a way's covariance, `f(x) ~ N(m, s V)`, that data choose.
 
     With `to=`, s is chosen such that the mean variance equals the mean variance of the other way,
-    `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets. Outputs that are not logits have an s_c each:
+    `s = Σ_nc Var_to[f_c(x_n)] / Σ_nc V_ncc`, without targets. Training rows are left out of `Full` and of subspaces,
+    which are surer of them than of new rows: `Var_to` is of a fit without row n. Outputs that are not logits have
+    an s_c each:
     `lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())` with 64 inputs x. `Streamlined` also gets
     the correlation of the features before a last linear layer. Another posterior needs a factor of its own: fit again.
 
@@ -168,14 +174,14 @@ def _of_quantity(posterior: Posterior, data: Any, function: Any) -> float:
 def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     """Returns a way, fitted to these inputs, times the factor that gives it the mean variance of another way."""
 
-    def variances(way: Way) -> Tensor:
+    def latent_by(way: Way) -> AnyLatent:
         latent = posterior.latent(x, way)
-        return doubled((latent.rows if has_positions(latent) else latent).variance)  # (n, C)
+        return latent.rows if has_positions(latent) else latent
 
-    wanted, tangent = variances(to), posterior.tangent
+    wanted, tangent = doubled(_as_new(posterior, latent_by(to))), posterior.tangent  # (n, C)
     first = next(input_batches(x, tangent.model, posterior.columns))
     via = via.fitted(tangent, posterior.covariance, prepared(first, tangent.device).certain)
-    found = variances(via)
+    found = doubled(latent_by(via).variance)
     if wanted.shape != found.shape:
         raise LapwingError(
             f"lw.scale_factor compares the variances of all outputs: to={to} has {tuple(wanted.shape)} of them, and "
@@ -186,6 +192,28 @@ def _as_wide(posterior: Posterior, x: Any, via: Way, to: Way) -> Scaled:
     above, below = (values[units] for values in sums)
     factors = torch.where(below > 0, (above / below).clamp_min(LEAST_FACTOR), 1.0)  # 1 without any spread
     return Scaled(via, float(factors[0]) if not units.any() else tuple(factors.tolist()))
+
+
+def _as_new(posterior: Posterior, latent: AnyLatent) -> Tensor:
+    """Returns the variances (n, C) of rows as if the fit had not seen them: `V + s V R (I - s RᵀVR)⁻¹ RᵀV`, `Λ = RRᵀ`.
+
+    A posterior with covariances between layers is surer of its training rows than of new ones, which a way without
+    these covariances is not. Over all training rows the mean leverage `s tr(RᵀVR)` is d/n, for d effective parameters,
+    and it would be about `(d/n)/(1 - d/n)` for new rows: rows with less than the geometric mean of both were seen.
+    """
+    covariance, whole = posterior.covariance, latent.mean.shape[1] == posterior.tangent.outputs
+    if not has_prior(covariance) or not covariance.joins_layers or len(covariance.blocks) < 2:
+        return latent.variance
+    if latent.draws is not None or not whole:
+        return latent.variance
+    matrix, root = doubled(latent.covariance), doubled(posterior.likelihood.fisher_root(latent.mean))
+    through = matrix @ root  # V R (n, C, R)
+    values, vectors = torch.linalg.eigh(posterior.scale.of_curvature * (root.mT @ through))
+    seen = effective_parameters(covariance, posterior.prior) / posterior.samples
+    if not 0 < seen < 1 or values.sum(-1).mean() > seen / (1 - seen) ** 0.5:
+        return latent.variance
+    left_out = (through @ vectors).square() / (1 - values.clamp(0, MAX_LEVERAGE)).unsqueeze(1)
+    return matrix.diagonal(dim1=1, dim2=2) + posterior.scale.of_curvature * left_out.sum(-1)
 
 
 def _score_of(

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
-from lapwing.tuning.scale_factor import LEAST_FACTOR, scale_factor
+from lapwing.tuning.scale_factor import LEAST_FACTOR, _as_new, scale_factor
+from tests.conformance import close
 from tests.input_noise import with_input_noise
 from tests.quick import others_slow
 from tests.trained import train
@@ -391,3 +392,31 @@ def test_chunks_missing_values_and_numbers_without_variance_do_not_change_the_fa
     missing[::2] = math.nan
     rest = lw.scale_factor(posterior, (x[1::2], y[1::2]), of=slopes).factor
     assert lw.scale_factor(posterior, (x, missing), of=slopes).factor == pytest.approx(rest, rel=1e-9)
+
+
+def small_task(likelihood):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x = torch.randn(8, 2).double()
+    return model, x, torch.arange(8) % 3 if likelihood == "categorical" else torch.randn(8, 3).double()
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3)], ids=["classes", "regression"])
+def test_training_rows_count_as_rows_that_the_fit_has_not_seen(likelihood):
+    """The variance of each row is that of a fit without it, at the same weights, prior and noise."""
+    model, x, y = small_task(likelihood)
+    fit = lambda rows: lw.fit(model, (x[rows], y[rows]), lw.Full(), likelihood=likelihood, prior_precision=2.0)  # noqa: E731
+    posterior, every = fit(slice(None)), torch.arange(8)
+    wanted = torch.cat([fit(every != n).latent(x[n : n + 1]).variance for n in range(8)])
+    close(_as_new(posterior, posterior.latent(x)), wanted)
+    way = lw.scale_factor(posterior, x, via=lw.Streamlined(), to=lw.Linearized())
+    sums = (lambda values: values.sum()) if likelihood == "categorical" else (lambda values: values.sum(0))
+    close(sums(posterior.latent(x, via=way).variance), sums(wanted))
+
+
+def test_new_rows_and_other_structures_keep_their_variances():
+    model, x, y = small_task("regression")
+    for method, rows in ((lw.Full(), 5 * x + 3), (lw.KFAC(), x), (lw.Diagonal(), x)):
+        posterior = lw.fit(model, (x, y), method, likelihood=lw.Gaussian(0.3), prior_precision=2.0)
+        latent = posterior.latent(rows)
+        assert torch.equal(_as_new(posterior, latent), latent.variance)
