@@ -118,14 +118,24 @@ def _warn_of_weights(posterior: Posterior, shown: int) -> None:
 
 
 def share_of_known(held_out: Data, training: Data) -> float:
-    """Returns the share of held-out samples that are training samples, or 0 if training samples repeat as often."""
+    """Returns the share of held-out samples that are training samples, or 0 if that share is chance.
+
+    In a table of few values, a training sample equals another one by chance as often. Targets that are real numbers do
+    not: there repeated samples are copies, of a join for instance.
+    """
     every = ranks.gathered("the keys", (held_out.row_keys, training.row_keys, held_out.source is training.source))
     known, keys = (torch.cat(part) for part in list(zip(*every, strict=True))[:2])
     values, counts = keys.unique(return_counts=True)
     share = float(torch.isin(known, values).double().mean())  # NaN if the tuning reads no held-out data
     share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
-    chance = float(counts[counts > 1].sum() / max(1, len(keys)))  # of a training sample to equal another one
+    chance = 0.0 if _is_continuous(training.first) else float(counts[counts > 1].sum() / max(1, len(keys)))
     return share if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5 else 0.0
+
+
+def _is_continuous(samples: Samples) -> bool:
+    """Whether targets are real numbers, of which most are different."""
+    y = samples.targets
+    return isinstance(y, Tensor) and y.is_floating_point() and 2 * len(y.flatten().unique()) > y.numel()
 
 
 def _warn_of_few(held_out: Data) -> None:

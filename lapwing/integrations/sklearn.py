@@ -121,6 +121,7 @@ class _LaplaceEstimator(base.BaseEstimator):
         """Returns checked arrays of the rows that count, and their weights or None."""
         self.__dict__.pop("posterior_", None)  # a failed fit leaves no posterior
         X, y = validation.validate_data(self, X, y, allow_nd=True, **checks)
+        X = _numbers(X)
         if sample_weight is None:
             return X, y, None
         try:
@@ -191,7 +192,8 @@ class _LaplaceEstimator(base.BaseEstimator):
 
     def _predict(self, X: Any) -> Any:
         validation.check_is_fitted(self, "posterior_")
-        return self.posterior_.predict(self._tensor(validation.validate_data(self, X, reset=False, allow_nd=True)))
+        X = _numbers(validation.validate_data(self, X, reset=False, allow_nd=True))
+        return self.posterior_.predict(self._tensor(X))
 
 
 class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
@@ -275,6 +277,11 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
             f"The network has {outputs} outputs and y has {classes} classes. Pass a network with {classes} outputs, or "
             "labels of all of its classes."
         )
+
+
+def _numbers(X: np.ndarray) -> np.ndarray:
+    """Returns an array of objects, such as a frame with categories, as numbers; raises a ValueError if some are none."""
+    return X.astype(np.float64) if X.dtype.kind == "O" else X
 
 
 class LaplaceRegressor(base.RegressorMixin, _LaplaceEstimator):

@@ -283,3 +283,18 @@ def test_columns_of_a_frame_in_another_order_are_refused() -> None:
     regressor = LaplaceRegressor(epochs=1).fit(X, X["a"])
     with pytest.raises(ValueError, match="same order"):
         regressor.predict(X[["b", "a"]])
+
+
+@pytest.mark.parametrize("kind", [LaplaceRegressor, LaplaceClassifier])
+def test_categories_of_a_frame_are_numbers_or_refused_as_by_scikit_learn(kind) -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"a": np.arange(60.0) % 7, "b": pd.Categorical(["4", "6", "8"] * 20)})
+    y = np.arange(60) % 2
+    estimator = kind(epochs=1, random_state=0).fit(frame, y)
+    plain = kind(epochs=1, random_state=0).fit(frame.astype(float), y)
+    np.testing.assert_array_equal(estimator.predict(frame), plain.predict(frame.astype(float)))
+    words = frame.assign(b=frame.b.cat.rename_categories({"4": "red"}))
+    with pytest.raises(ValueError, match="could not convert string to float: 'red'"):
+        kind(epochs=1).fit(words, y)
+    with pytest.raises(ValueError, match="could not convert string to float: 'red'"):
+        estimator.predict(words)

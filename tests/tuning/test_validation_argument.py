@@ -113,6 +113,14 @@ def test_samples_that_are_equal_by_chance_are_no_training_samples(values, caplog
         assert known(caplog, model, (x[:50], y[:50]), (x[:40], y[:40])) == [100]
 
 
+def test_copies_of_rows_with_real_targets_are_training_samples(caplog):
+    """A random split of a table whose rows occur twice: few targets may be equal by chance, and real ones are not."""
+    model, x, _ = data()
+    y = x.sum(1, keepdim=True).repeat(1, 3) + 0.1 * torch.randn(90, 3)
+    rows = torch.arange(90).repeat(2)[torch.randperm(180)]
+    assert known(caplog, model, (x[rows[:120]], y[rows[:120]]), (x[rows[120:]], y[rows[120:]]))[0] > 50
+
+
 def test_held_out_labels_of_positions_are_looked_at_too():
     model = torch.nn.Conv2d(2, 3, 1).eval()
     x, y = torch.randn(8, 2, 4, 5), torch.randint(3, (8, 4, 5))
