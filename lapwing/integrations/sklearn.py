@@ -280,7 +280,7 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
 
 
 def _numbers(X: np.ndarray) -> np.ndarray:
-    """Returns an array of objects, such as a frame with categories, as numbers; raises a ValueError if some are none."""
+    """Returns an array of objects, such as a frame with categories, as numbers; a ValueError if some are not numbers."""
     return X.astype(np.float64) if X.dtype.kind == "O" else X
 
 
