@@ -280,7 +280,7 @@ class LaplaceClassifier(base.ClassifierMixin, _LaplaceEstimator):
 
 
 def _numbers(X: np.ndarray) -> np.ndarray:
-    """Returns an array of objects, such as a frame with categories, as numbers; a ValueError if some are not numbers."""
+    """Returns an array of objects, such as a frame of categories, as numbers; a ValueError if some are no numbers."""
     return X.astype(np.float64) if X.dtype.kind == "O" else X
 
 

@@ -101,7 +101,9 @@ def chosen(
     """Returns the noise that predicts left-out folds of residuals best, or None for the plain law.
 
     With held-out rows, shapes of the training residuals get a `level` by four fifths of these rows. Otherwise two
-    thirds of the training rows determine shape and level, and the mean of σ²_c(x)/`floor`_c over all of them is 1.
+    thirds of the training rows determine shape and level, and the level of all rows is multiplied by the ratio of
+    `floor`, the noise of new rows, to their mean squared residual, if it is above 1. A few rows of large noise decide
+    on a mean of σ²(x), so that mean is not held at `floor`.
     The best law must gain more than one standard error of the paired difference to the plain law, or more if rows are
     few. Each law has a factor s of the latent covariance of its own: one noise variance may ask for a wide one, which
     would hide the noise.
@@ -157,8 +159,10 @@ def chosen(
     law = at_level(final[best - may_stay], rows, df, scaled)
     if held_out is not None:
         return law
-    levels = rows.weights @ (law.offset + law.slope(rows.features)).exp() / (rows.weights.sum() * floor)  # (C,)
-    return replace(law, offset=law.offset - levels.mean().log())
+    squares, weights = rows.known()
+    residual = (weights * squares).sum(0) / weights.sum(0).clamp_min(SMALLEST)  # (C,), of rows that the network knows
+    grown = (floor / residual.maximum(SMALLEST * floor)).clamp_min(1.0)
+    return replace(law, offset=law.offset + grown.mean().log())
 
 
 def at_level(noise: InputNoise, rows: ResidualRows, df: float | None, scaled: bool) -> InputNoise:

@@ -228,14 +228,26 @@ def test_few_held_out_rows_must_gain_more():
     assert few < enough
 
 
-def test_without_held_out_rows_the_mean_variance_is_todays():
+def test_without_held_out_rows_the_level_grows_from_training_rows_to_new_ones():
     train = rows_of(1500, df=4.0)
     floor = floor_of(train)
-    noise = chosen(train, floor)
+    noise, wider, narrower = (chosen(train, factor * floor) for factor in (1.0, 4.0, 0.25))
     assert noise is not None
     assert float(noise.spread) == 1
     assert 3 <= float(noise.df) < 10
-    assert torch.allclose((noise.offset + noise.slope(train.features)).exp().mean(0), floor)
+    torch.testing.assert_close(wider.offset, noise.offset + math.log(4))
+    torch.testing.assert_close(narrower.offset, noise.offset)
+
+
+def test_a_few_rows_of_large_noise_do_not_decide_the_level():
+    train = rows_of(1500)
+    residuals = train.residuals.clone()
+    residuals[:30] *= 30  # gross errors
+    train = train._replace(residuals=residuals)
+    noise = chosen(train, floor_of(train))
+    typical = (noise.offset + noise.slope(train.features)).exp()[30:]
+    assert 0.3 < (residuals[30:].square() / typical).mean() < 1.5
+    assert typical.mean() < 0.1 * floor_of(train)  # their mean square
 
 
 def test_given_options_are_kept():
