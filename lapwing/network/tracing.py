@@ -236,14 +236,14 @@ def reaches(start: Node, ends: Container[Node]) -> bool:
 def find_output(uses: Iterable[RecordedUse], outputs: Tensor, differentiable: bool) -> None:
     """Marks the use whose output h is the network's output f, or gives it through a tail: `f = φ(h)` entry by entry.
 
-    The Jacobian of f is that of h with its rows times the slopes `φ'(h)`, which keep their graph if `differentiable`.
+    The Jacobian of f is the one of h with rows times the slopes `φ'(h)`, which keep their graph if `differentiable`.
     Such a last layer needs no backward pass for each output. Cost: a backward pass of the tail, such as a temperature.
     """
     step, ends = outputs.grad_fn, {use.edge.node: use for use in uses if use.out.shape == outputs.shape}
     while step is not None and step not in ends:
-        before = [node for node, _ in step.next_functions if node is not None]
+        before = [node for node, _ in step.next_functions if node is not None and kind_of(step) in ENTRYWISE]
         before = before if len(before) < 2 else [node for node in before if reaches(node, ends)]
-        step = before[0] if len(before) == 1 and kind_of(step) in ENTRYWISE else None
+        step = before[0] if len(before) == 1 else None
     if step is None:
         return
     use = ends[step]

@@ -162,7 +162,7 @@ def chosen(
     squares, weights = rows.known()
     residual = (weights * squares).sum(0) / weights.sum(0).clamp_min(SMALLEST)  # (C,), of rows that the network knows
     grown = (floor / residual.maximum(SMALLEST * floor)).clamp_min(1.0)
-    return replace(law, offset=law.offset + grown.mean().log())
+    return replace(law, offset=law.offset + grown.log())
 
 
 def at_level(noise: InputNoise, rows: ResidualRows, df: float | None, scaled: bool) -> InputNoise:

@@ -239,6 +239,15 @@ def test_without_held_out_rows_the_level_grows_from_training_rows_to_new_ones():
     torch.testing.assert_close(narrower.offset, noise.offset)
 
 
+def test_each_output_has_its_own_level():
+    """An output that the network knows by heart does not widen another one; their units differ."""
+    train = rows_of(1500, outputs=2)
+    both = torch.cat([train.residuals[:, :1], 1e-6 * train.residuals[:, 1:]], 1)
+    known, plain = (chosen(train._replace(residuals=both), floor_of(train) * torch.tensor([1.0, scale]).double())
+                    for scale in (1.0, 1e-12))  # fmt: skip
+    torch.testing.assert_close(known.offset[0], plain.offset[0], rtol=0, atol=0.1)
+
+
 def test_a_few_rows_of_large_noise_do_not_decide_the_level():
     train = rows_of(1500)
     residuals = train.residuals.clone()
