@@ -545,7 +545,8 @@ def test_a_head_has_the_noise_of_a_fit_of_its_own(held_out):
         torch.testing.assert_close(mine.weights, theirs.weights)
         level = every.likelihood.likelihoods[key].noise_variance / alone.noise_variance
         near, expected = prediction[key].aleatoric_variance[:60], alone.predict(FAR).aleatoric_variance[:60]
-        torch.testing.assert_close(near, expected * (1 if held_out else level), rtol=0.05, atol=0)
+        rtol = 0.05 if held_out else 0.08  # `level` is one number, and each output has its own ratio to training rows
+        torch.testing.assert_close(near, expected * (1 if held_out else level), rtol=rtol, atol=0)
         assert mine.df == pytest.approx(theirs.df, rel=0.02)
         assert near.max() > 4 * near.min() or key == "one"
     wanted = naive(every.likelihood.likelihoods["pair"].input_noise, inputs_of(heads()[2], heads(), FAR),
