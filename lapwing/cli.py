@@ -9,6 +9,7 @@ import argparse
 import inspect
 import math
 import os
+import re
 import sys
 import zipfile
 import zlib
@@ -197,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command, options = parsed(sys.argv[1:] if arguments is None else arguments)
         command(**options)
     except LapwingError as error:
-        print(f"lapwing: {error}", file=sys.stderr)
+        text = re.sub(r"likelihood=['\"](\w+)['\"]", r"--likelihood \1", str(error))  # as the command line spells it
+        print(f"lapwing: {text}", file=sys.stderr)
         raise SystemExit(2) from error
 
 

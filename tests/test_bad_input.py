@@ -438,7 +438,7 @@ REFUSED = [
        "forward= … interpolate(..., size=(8, 12)), or pass y[..., ::4, ::4]") for finer in (FINE, FINE[:, None])),
     *((lambda other=other: fit([(BIG, other)], MAPS), "Pass targets of shape (2, 2, 3)")
       for other in (FINE[:, :7], FINE[:1])),
-    (lambda: fit([(X, Y[:, None])], nn.Linear(4, 1).eval()), "2 outputs … 'gaussian'` and `y.float()"),
+    (lambda: fit([(X, Y[:, None])], nn.Linear(4, 1).eval()), "2 outputs … 'gaussian'` for numbers"),
     # loaders
     (lambda: fit([]), "loader, of type list … no batch … length"),
     (lambda: fit(DataLoader(TensorDataset(X, Y), batch_size=20, drop_last=True)),

@@ -200,7 +200,7 @@ def test_help_warns_that_the_module_runs(capsys) -> None:
         (["fit", *CLASSIFIER, "data.npz", "--method", "Kfac"], "--method is not one of Diagonal, EKFAC, ELLA"),
         (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rank", "-7"], "rank must be a whole number"),
         (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rang", "7"], "Option 'rang' is not accepted"),
-        (["fit", *CLASSIFIER, "data.npz", "--likelihood", "normal"], "normal"),
+        (["fit", *CLASSIFIER, "data.npz", "--likelihood", "normal"], "Pass --likelihood categorical for"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_sentence(arguments: list[str], sentence: str, folder: Path, capsys) -> None:

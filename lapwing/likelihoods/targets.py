@@ -62,8 +62,8 @@ def _labels_error(name: str, outputs_shape: torch.Size, labels: Tensor, ignored:
     if classes < 2:
         return LapwingError(
             f"{name} needs at least 2 outputs, one for each class. The outputs have shape {tuple(outputs_shape)}, "
-            f"the labels {shape}. Write `likelihood='bernoulli'` for yes or no, `likelihood='gaussian'` and "
-            "`y.float()` for numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
+            f"the labels {shape}. Write `likelihood='bernoulli'` for yes or no, `likelihood='gaussian'` for "
+            "numbers, or give the network more outputs: `torch.nn.Linear(features, 2)`."
         )
     if shape != (batch,):
         whole = shape == (batch, classes) and not dtype.is_floating_point and not dtype.is_complex
@@ -72,7 +72,7 @@ def _labels_error(name: str, outputs_shape: torch.Size, labels: Tensor, ignored:
         elif whole and bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1) != 1).any()):
             line = "Write `likelihood='bernoulli'` for several labels that may hold at once"
         elif whole and bool((labels.long().abs() > 1).any()):
-            line = "Write `likelihood='gaussian'` and `y.float()` for numbers, or `likelihood='poisson'` for counts"
+            line = "Write `likelihood='gaussian'` for numbers, or `likelihood='poisson'` for counts"
         elif shape == (batch, classes):
             integers = ".long()" if dtype == torch.bool else ""
             line = f"Write `y{integers}.argmax(1)` for one-hot labels or class probabilities"

@@ -23,6 +23,7 @@ from .search import ascend, best_of_grid, golden_section
 log = logging.getLogger("lapwing")
 
 LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
+MUCH_NOISE = 5.0  # if σ² exceeds this number of mean squared residuals, the network was not trained at this prior
 BEYOND = 5.0  # an ascent may leave that range by this many decades, for a slope at its ends; its result is clamped
 
 
@@ -66,6 +67,13 @@ class Evidence(Tuning):
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         covariance = posterior.covariance
         best = at_maximum(posterior, self.per_layer) if has_prior(covariance) else posterior
+        residual, noise = posterior.likelihood.residual_variance(posterior.statistics), best.noise_variance
+        if not posterior.noise_fixed and residual and noise and noise > MUCH_NOISE * residual:
+            log.warning(
+                "The evidence of %s chooses the noise variance %.3g, %.0f times the mean squared residual: the network "
+                "was not trained at its prior precision. Intervals may be far too wide. Leave out tune=, or pass "
+                "validation=held_out.", posterior.method, noise, noise / residual,
+            )  # fmt: skip
         if self.rank_gap is None:
             return best
         if not has_rank(covariance):

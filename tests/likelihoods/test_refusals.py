@@ -281,7 +281,7 @@ OF_LABELS = [
     ((4, 3), torch.tensor([[0], [1], [2], [0]]), ["(4,)", "(4, 1)", "torch.int64", "y.squeeze(1)"]),
     ((4, 3), torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4,)", "(4, 3)", "y.argmax(1)"]),
     ((4, 3), torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0], [1, 1, 1]]), ["(4, 3)", "likelihood='bernoulli'"]),
-    ((4, 3), 20 + torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4, 3)", "likelihood='gaussian'", "y.float()"]),
+    ((4, 3), 20 + torch.eye(3, dtype=torch.long)[[0, 1, 2, 0]], ["(4, 3)", "likelihood='gaussian'` for numbers"]),
     ((4, 3), torch.tensor([0, 1]), ["(4,)", "(2,)", "one label for each input"]),
     ((4, 1), torch.tensor([0, 1, 0, 1]), ["at least 2 outputs", "(4, 1)", "'bernoulli'", "features, 2)"]),
     ((4, 5, 3), torch.zeros(4, 5, dtype=torch.long), ["(4, 5, 3)", "(4, 5)", "f.reshape(-1, C)"]),

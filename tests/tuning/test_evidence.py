@@ -325,3 +325,23 @@ def test_an_evidence_without_a_maximum_is_warned_of_once(caplog):
     (record,) = [record for record in caplog.records if "no maximum" in record.message]
     assert "it ends at 1e+10" in record.message
     assert posterior.prior_precision == pytest.approx(1e10, rel=0.2)
+
+
+def test_an_evidence_far_above_the_residual_is_warned_of(caplog):
+    """The evidence of a network that was trained without a prior can take the targets for noise."""
+    x = torch.randn(200, 4)
+    y = (x[:, :1] * x[:, 1:2]).sin() + x[:, 2:3]
+    model = nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 1))
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(300):
+        optimiser.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimiser.step()
+    posterior = lw.fit(model.eval(), [(x, y)], lw.Diagonal(), tune=lw.Evidence())
+    assert posterior.noise_variance > 5 * (model(x) - y).square().mean()
+    (record,) = caplog.records
+    assert f"noise variance {posterior.noise_variance:.3g}" in record.getMessage()
+    caplog.clear()
+    lw.fit(model, [(x, y)], lw.Diagonal())
+    lw.fit(model, [(x, y)], lw.Diagonal(), likelihood=lw.Gaussian(noise_variance=1.0), tune=lw.Evidence())
+    assert not caplog.records
