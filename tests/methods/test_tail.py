@@ -234,3 +234,25 @@ def test_masks_that_a_tail_adds_later_exclude_classes(far, monkeypatch):
     assert (found[2:, [2, 4]] == 0).all()
     without_tails(monkeypatch)
     close(found, fit().predict(masked).probs)
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "frozen", "one output"])
+def test_a_tail_of_other_networks(case, monkeypatch):
+    """Half precision has three digits. A frozen network treats its last layer, and one output may have no axis."""
+    model, (x, y), options = Tailed(TAILS["temperature"]), data(), {}
+    if case == "bfloat16":
+        model, x = model.bfloat16(), x.bfloat16()
+    elif case == "frozen":
+        model.requires_grad_(False)
+    else:
+        model.head, model.tail = nn.Linear(6, 1).double(), lambda h: 2 * h.squeeze(-1) + 1
+        y, options = x[:, 0], {"likelihood": lw.Gaussian(0.3)}
+    fit = lambda: lw.fit(  # noqa: E731
+        model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5, **options
+    )
+    posterior = fit()
+    assert posterior.tangent.plan.tail
+    found = posterior.latent(x, via=lw.Linearized()).variance
+    without_tails(monkeypatch)
+    wanted = fit().latent(x, via=lw.Linearized()).variance
+    close(found.double(), wanted.double(), 1e-2 if case == "bfloat16" else 1e-9)
