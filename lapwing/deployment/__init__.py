@@ -135,7 +135,7 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
             "Held-out data chose the numbers of the posterior for %r, which cannot be deployed. Write "
             "tune=lw.Validation(held_out, via=lw.Streamlined()).", posterior.aim.via,
         )  # fmt: skip
-    if posterior.tangent.treats_output_alone:
+    if posterior.tangent.treats_one_layer:
         return Streamlined()  # equals linearisation
     inputs = Inputs.of(x)
     if inputs.samples < MIN_LEVEL_INPUTS and data is not None:
@@ -156,7 +156,7 @@ def _check_doubt(posterior: Posterior, via: Way, novelty: Novelty, example: Inpu
     assert doubting is not None
     tuned = None if posterior.aim is None else posterior.aim.via
     exact = all(each is None or each == Linearized() or isinstance(each, Streamlined) for each in (via, way or tuned))
-    if exact and doubting is posterior and posterior.tangent.treats_output_alone:
+    if exact and doubting is posterior and posterior.tangent.treats_one_layer:
         return  # equal except for rounding, which matters at a weak prior
     mine, theirs = doubt(posterior, example, via), doubt(doubting, example, way)
     if not torch.allclose(mine, theirs, rtol=0.01, atol=1e-6):

@@ -105,7 +105,7 @@ def probe(
     blocks += [Block(name, (name,), (tuple(real(parameters[name]).shape),), "generic") for name in generic]
     plan = RecordingPlan.of(
         order, blocks, single_sample=samples == 1, spread=any(use.spread for use, _ in pairs),
-        last=next((i for i, (use, _) in enumerate(pairs) if use.is_output), -1),
+        last=tuple(i for i, (use, _) in enumerate(pairs) if use.is_output),
         tail=any(use.slopes is not None for use, _ in pairs),
         shared=inputs.shared, unseen=not first.unseen.isdisjoint(names), idle=idle,
     )  # fmt: skip

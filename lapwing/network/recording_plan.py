@@ -72,8 +72,8 @@ class RecordingPlan:
     explicit_size: int = 0  # number of weights in these
     single_sample: bool = False  # the survey saw one sample: sample axes are guesses
     spread: bool = False  # embeddings of a single row of tokens are expanded over the samples
-    last: int = -1  # index of the use that gives the network's outputs, or -1
-    tail: bool = False  # whether further steps follow that layer, entry by entry
+    last: tuple[int, ...] = ()  # indices of the uses that give the network's outputs
+    tail: bool = False  # whether further steps follow these layers, entry by entry
     shared: tuple[bool, ...] = ()  # for each tensor of the inputs, whether the samples of the first batch shared it
     unseen: bool = False  # the network bypasses function modes (see `functional.py`)
     idle: tuple[str, ...] = ()  # names that the first batch did not use, and that may be a last layer of other inputs
@@ -98,8 +98,10 @@ class RecordingPlan:
         order = tuple(
             PlannedUse(tuple(map(tuple, names)), kind, BatchAxis(*axis), *sizes) for names, kind, axis, sizes in parts
         )
-        known = {name: data[name] for name in ("single_sample", "spread", "last", "tail", "unseen") if name in data}
+        known = {name: data[name] for name in ("single_sample", "spread", "tail", "unseen") if name in data}
         known |= {name: tuple(data[name]) for name in ("shared", "idle") if name in data}
+        last = data.get("last", ())  # files of lapwing 0.3.0 name one use, or -1
+        known["last"] = tuple(last) if isinstance(last, list) else (last,) * (last >= 0)
         return cls.of(order, blocks, **known)
 
     @classmethod

@@ -216,7 +216,7 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
     return leaves, met
 
 
-def kind_of(node: Node) -> str:
+def kind_of(node: Node | None) -> str:
     """Returns the name of a node's function, such as Addmm."""
     return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
 
@@ -234,23 +234,37 @@ def reaches(start: Node, ends: Container[Node]) -> bool:
 
 
 def find_output(uses: Iterable[RecordedUse], outputs: Tensor, differentiable: bool) -> None:
-    """Marks the use whose output h is the network's output f, or gives it through a tail: `f = φ(h)` entry by entry.
+    """Marks the uses whose outputs h give the network's output f through a tail: `f = φ(h)` entry by entry.
 
-    The Jacobian of f is the one of h with rows times the slopes `φ'(h)`, which keep their graph if `differentiable`.
-    Such a last layer needs no backward pass for each output. Cost: a backward pass of the tail, such as a temperature.
+    The Jacobian of f is the one of h with rows times the slopes `∂φ/∂h`, which keep their graph if `differentiable`.
+    Such last layers need no backward pass for each output. Examples are a temperature, and the mean of two heads. A
+    single use without a tail has no slopes. Cost: a backward pass of the tail.
     """
-    step, ends = outputs.grad_fn, {use.edge.node: use for use in uses if use.out.shape == outputs.shape}
-    while step is not None and step not in ends:
-        before = [node for node, _ in step.next_functions if node is not None and kind_of(step) in ENTRYWISE]
-        before = before if len(before) < 2 else [node for node in before if reaches(node, ends)]
-        step = before[0] if len(before) == 1 else None
-    if step is None:
-        return
-    use = ends[step]
-    use.is_output = True
-    if step is not outputs.grad_fn:
+    ends = {use.edge.node: use for use in uses if use.out.shape == outputs.shape}
+    ahead, met, found = [outputs.grad_fn], set[Node | None](), dict[Node, RecordedUse]()
+    while ahead:
+        step = ahead.pop()
+        if step in ends:
+            found[step] = ends[step]
+        elif step not in met:
+            before = [] if step is None else [node for node, _ in step.next_functions if node is not None]
+            before = before if len(before) < 2 else [node for node in before if reaches(node, ends)]
+            if not before or kind_of(step) not in ENTRYWISE:
+                return
+            met.add(step)
+            ahead += before
+    if len(found) > 1:
+        names = [name for use in found.values() for name in use.names.values()]
+        behind = [node for end in found for node, _ in end.next_functions if node is not None]
+        if len(set(names)) < len(names) or any(reaches(node, found) for node in behind):
+            return  # two uses of one weight, or a layer that feeds another one
+    for use in found.values():
+        use.is_output = True
+    if outputs.grad_fn not in found:
         ones, options = torch.ones_like(outputs), {"retain_graph": True, "create_graph": differentiable}
-        (use.slopes,) = torch.autograd.grad(outputs, [use.edge], ones, **options)
+        slopes = torch.autograd.grad(outputs, [use.edge for use in found.values()], ones, **options)
+        for use, slope in zip(found.values(), slopes, strict=True):
+            use.slopes = slope
 
 
 @dataclass(eq=False, repr=False)

@@ -347,7 +347,7 @@ class Posterior(Displayed, Generic[P]):
         parts = latents_of(self, x, way, False, progress, likelihood.features_read)
         if self.aim is not None:
             rows = parts[0][0].rows if has_positions(parts[0][0]) else parts[0][0]
-            link = self.aim.link_for(via, link, likelihood, rows, linear=self.tangent.treats_output_alone)
+            link = self.aim.link_for(via, link, likelihood, rows, one_layer=self.tangent.treats_one_layer)
         found: Any = [likelihood.predicted(latent, link, generator, features) for latent, features in parts]
         return found[0] if len(found) == 1 else found
 

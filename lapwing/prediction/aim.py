@@ -34,14 +34,14 @@ class Aim:
         return None if self.via == EXACT else self.via
 
     def link_for(
-        self, via: Way | None, link: Link | None, likelihood: Likelihood, latent: AnyLatent, linear: bool
+        self, via: Way | None, link: Link | None, likelihood: Likelihood, latent: AnyLatent, one_layer: bool
     ) -> Link | None:
         """Returns the link of a prediction, if it fits; warns if its way or link is not what the data chose for.
 
-        If the network is `linear` in its treated weights, all ways without draws give the same variances.
+        If only `one_layer` is treated, the last one, all ways without draws give the same variances.
         """
         mine, other = self.via or EXACT, via or self.via or EXACT
-        if not (linear and latent.draws is None) and other.tuned_as != mine.tuned_as:
+        if not (one_layer and latent.draws is None) and other.tuned_as != mine.tuned_as:
             if other.tuned_as is None:  # such as `Scaled`, whose factor has the level of the other way
                 return link or (self.link if latent.draws is None else None)
             _warn("via", via, likelihood)

@@ -105,7 +105,7 @@ class Tangent:
 
     def of_logits(self, activation: str | None) -> Tangent:
         """Returns the tangent of a network with logits. Its calls replace the logits of impossible classes."""
-        gives_outputs, tail = self.plan.last >= 0 or self.positions.rows_are_positions, self.plan.tail
+        gives_outputs, tail = self.plan.last or self.positions.rows_are_positions, self.plan.tail
         activation = None if gives_outputs and not tail else activation
         return replace(self, call=replace(self.call, activation=activation, looks=tail))  # a tail may add masks
 
@@ -181,15 +181,20 @@ class Tangent:
 
     @unlocked_property
     def treats_output_alone(self) -> bool:
-        """Whether only the layer that gives the outputs is treated. Its rows need no backward pass."""
+        """Whether only layers that give the outputs are treated. Their rows need no backward pass."""
         return all(map(self.gives_outputs, self.blocks))
+
+    @property
+    def treats_one_layer(self) -> bool:
+        """Whether only one layer is treated, and it gives the outputs: ways without draws give the same variances."""
+        return len(self.plan.last) < 2 and self.treats_output_alone
 
     def gives_outputs(self, block: Block) -> bool:
         """Whether all uses of a block give the outputs."""
         if self.positions.several:
             return self.positions.rows_are_positions
         uses = self.plan.uses.get(block.name, [(-1,)])
-        return self.plan.last >= 0 and all(use[0] == self.plan.last for use in uses)
+        return all(use[0] in self.plan.last for use in uses)
 
     def state(self) -> dict[str, Tensor]:
         """Returns the tensors on which the outputs depend, see `state_of`."""
@@ -387,7 +392,7 @@ class Tangent:
         """
         count, gathered, largest = self.outputs if columns is None else columns, 0, 0
         for i, use in enumerate(self.plan.order):
-            gradients = 0 if i == self.plan.last and columns is None else count * use.out
+            gradients = 0 if i in self.plan.last and columns is None else count * use.out
             gathered, largest = gathered + gradients, max(largest, 2 * use.patches + 3 * gradients)
         matrix = 2 * count**2 if columns is None else 0  # covariance of the outputs, and its root
         numbers = 2 * gathered + largest + matrix + 1 + 3 * count * self.plan.explicit_size + scratch_per_sample

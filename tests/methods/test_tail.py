@@ -39,10 +39,10 @@ TAILS = {
     "exp": torch.exp,
     "another shape": lambda h: h.flatten()[:, None].sigmoid().reshape(h.shape),
     "another dtype": lambda h: h.float().double() * 2,
+    "gate": lambda h: h * h.sigmoid(),
 }
 OTHER_STEPS = {
     "log-softmax": lambda h: h.log_softmax(-1),
-    "gate": lambda h: h * h.sigmoid(),
     "another order": lambda h: h.flip(1),
     "mask": lambda h: h.masked_fill(h < -0.5, -torch.inf),
 }
@@ -215,6 +215,72 @@ def test_a_temperature_without_dimensions_among_all_weights_has_draws():
     posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.matching("head.*", "log_temperature"), tune=None)
     draws = posterior.latent(x, via=lw.Linearized(draws=4000)).variance
     torch.testing.assert_close(draws, posterior.latent(x).variance, rtol=0.2, atol=1e-3)
+
+
+class Heads(Tailed):
+    """A network whose outputs join several layers entry by entry, as those of distilled image models do."""
+
+    def __init__(self, kind):
+        super().__init__(None)
+        self.other, self.second = nn.Linear(3, 4).double(), nn.Linear(4, CLASSES).double()
+        self.third = nn.Linear(CLASSES, CLASSES).double() if kind == "one feeds another" else None
+        self.kind = kind
+
+    def forward(self, x):
+        h, k = self.head(self.body(x).tanh()), self.second(self.other(x).tanh())
+        return {
+            "mean": lambda: (h + k) / 2,
+            "product": lambda: h * k.sigmoid(),
+            "steps": lambda: torch.tanh(h) + 2 * k / 1.7,
+            "one feeds another": lambda: h + k + self.third(h.tanh()),
+            "one weight twice": lambda: h + self.head(self.body(2 * x).tanh()) + k,
+            "normalised": lambda: h + k.log_softmax(-1),
+        }[self.kind]()
+
+
+HEADS = lw.matching("head.*", "second.*", "third.*")
+
+
+@pytest.mark.parametrize("kind", ["mean", "product", "steps", "one feeds another", "one weight twice", "normalised"])
+@pytest.mark.parametrize("params", [HEADS, lw.everything], ids=["heads", "everything"])
+def test_rows_of_joined_heads_are_those_of_the_dense_jacobian(kind, params):
+    model, (x, _) = Heads(kind), data()
+    params = lw.matching("head.*", "second.*") if params is HEADS and model.third is None else params
+    tangent = Tangent.survey(model, x, params)
+    joined = kind in ("mean", "product", "steps")
+    assert len(tangent.plan.last) == (2 if joined else 0)
+    assert tangent.treats_output_alone == (joined and params is not lw.everything)
+    close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch, tmp_path):
+    model, (x, y) = Heads("mean"), data()
+    loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
+    fit = lambda: lw.fit(  # noqa: E731
+        model, loader, METHODS[method], params=lw.last_layer, likelihood=likelihood, prior_precision=0.5
+    )
+    posterior = fit()
+    assert posterior.tangent.treats_output_alone
+    posterior.save(tmp_path / "posterior")
+    latents = [each.latent(x, via=lw.Linearized()) for each in (posterior, lw.load(tmp_path / "posterior", model))]
+    without_tails(monkeypatch)
+    wanted = fit().latent(x, via=lw.Linearized())
+    for latent in latents:
+        close(latent.covariance, wanted.covariance, 1e-6 if method == "sampled" else 1e-9)
+        close(latent.centred_variance, wanted.centred_variance, 1e-6 if method == "sampled" else 1e-9)
+
+
+def test_streamlined_variances_of_two_heads_are_not_taken_for_linearised_ones(caplog):
+    """They have no covariances between classes, so the level of a deployed network is fitted."""
+    model, (x, y) = Heads("mean"), data()
+    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, validation=(x, y))
+    assert not posterior.tangent.treats_one_layer
+    assert isinstance(lw.deploy(posterior, x.repeat(8, 1)).via, lw.Scaled)
+    caplog.clear()
+    posterior.predict(x, via=lw.Streamlined())
+    assert "other predictions than via=lw.Streamlined" in caplog.text
 
 
 @pytest.mark.parametrize("far", [-1e4, -torch.inf])
