@@ -198,8 +198,8 @@ def _as_new(posterior: Posterior, latent: AnyLatent) -> Tensor:
     """Returns the variances (n, C) of rows as if the fit had not seen them: `V + s V R (I - s RᵀVR)⁻¹ RᵀV`, `Λ = RRᵀ`.
 
     A posterior with covariances between layers is surer of its training rows than of new ones, which a way without
-    these covariances is not. Over all training rows the mean leverage `s tr(RᵀVR)` is d/n, for d effective parameters,
-    and it would be about `(d/n)/(1 - d/n)` for new rows: rows with less than the geometric mean of both were seen.
+    these covariances is not. Leverages are the eigenvalues of `s RᵀVR`. Over training rows their mean is h = d/(nC), for
+    d effective parameters. It is about h/(1 - h) for new rows: rows below the geometric mean of both were seen.
     """
     covariance, whole = posterior.covariance, latent.mean.shape[1] == posterior.tangent.outputs
     if not has_prior(covariance) or not covariance.joins_layers or len(covariance.blocks) < 2:
@@ -209,8 +209,8 @@ def _as_new(posterior: Posterior, latent: AnyLatent) -> Tensor:
     matrix, root = doubled(latent.covariance), doubled(posterior.likelihood.fisher_root(latent.mean))
     through = matrix @ root  # V R (n, C, R)
     values, vectors = torch.linalg.eigh(posterior.scale.of_curvature * (root.mT @ through))
-    seen = effective_parameters(covariance, posterior.prior) / posterior.samples
-    if not 0 < seen < 1 or values.sum(-1).mean() > seen / (1 - seen) ** 0.5:
+    seen = effective_parameters(covariance, posterior.prior) / (posterior.samples * values.shape[1])
+    if not 0 < seen < 1 or values.mean() > seen / (1 - seen) ** 0.5:
         return latent.variance
     left_out = (through @ vectors).square() / (1 - values.clamp(0, MAX_LEVERAGE)).unsqueeze(1)
     return matrix.diagonal(dim1=1, dim2=2) + posterior.scale.of_curvature * left_out.sum(-1)
