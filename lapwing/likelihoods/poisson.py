@@ -23,8 +23,9 @@ from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
-SURE = 3.0
-"""Standard errors by which training counts must vary more than Poisson counts to have a dispersion."""
+SURE, SEVERAL = 3.0, 1.5
+"""Training counts have a dispersion if their excess is above `SURE` standard errors of Poisson counts, and above
+`SEVERAL` roots of its sum of squares: one or two counts show nothing."""
 
 DISPERSIONS = [k / 8 for k in range(-24, 17)]
 """Candidates for log10 of the dispersion that held-out data choose."""
@@ -55,8 +56,8 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
 
     Args:
         dispersion: α >= 0. None lets the training residuals decide, by `Σ [(y - μ)² - y - α μ²]/(μ + μ²) = 0`; α is 0
-            unless they vary more than Poisson counts by three standard errors. `validation=` compares it with the
-            larger α of highest held-out likelihood.
+            unless three or more counts show that they vary more than Poisson counts by three standard errors.
+            `validation=` compares it with the larger α of highest held-out likelihood.
         fitted_dispersion: α that a fit has found, one for all outputs. Heads of `lw.Joint` have `dispersion`, or 0.
 
     Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.
@@ -113,7 +114,7 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     def with_dispersion(self, statistics: dict[str, Tensor]) -> tuple[Poisson, float]:
         names = "excess", "excess_at_one", "excess_variance", "squared_excess"
         excess, at_one, variance, square = (float(statistics.get(name, 0.0)) for name in names)
-        surely = excess > SURE * max(variance, square) ** 0.5 and self.dispersion is None  # one count shows nothing
+        surely = excess > max(SURE * variance**0.5, SEVERAL * square**0.5) and self.dispersion is None
         dispersed = replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
         return dispersed, dispersed.dispersion_temperature(statistics)
 

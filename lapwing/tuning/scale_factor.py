@@ -198,8 +198,8 @@ def _as_new(posterior: Posterior, latent: AnyLatent) -> Tensor:
     """Returns the variances (n, C) of rows as if the fit had not seen them: `V + s V R (I - s RᵀVR)⁻¹ RᵀV`, `Λ = RRᵀ`.
 
     A posterior with covariances between layers is surer of its training rows than of new ones, which a way without
-    these covariances is not. Leverages are the eigenvalues of `s RᵀVR`. Over training rows their mean is h = d/(nC), for
-    d effective parameters. It is about h/(1 - h) for new rows: rows below the geometric mean of both were seen.
+    these covariances is not. Leverages are the eigenvalues of `s RᵀVR`. Over training rows their mean is h = d/(nC),
+    for d effective parameters. It is about h/(1 - h) for new rows: rows below the geometric mean of both were seen.
     """
     covariance, whole = posterior.covariance, latent.mean.shape[1] == posterior.tangent.outputs
     if not has_prior(covariance) or not covariance.joins_layers or len(covariance.blocks) < 2:

@@ -168,10 +168,23 @@ def test_twenty_held_out_counts_that_are_all_right():
     assert float((prediction.mean / model(x).exp().detach()).max()) < 1.5
 
 
-def test_one_count_shows_no_dispersion():
+@pytest.mark.parametrize("equal", [1, 2])
+def test_one_or_two_counts_show_no_dispersion(equal):
     model, x, y = many_counts(0.0)
-    y[0] = 200
+    x[:equal], y[:equal] = 0.0, 200
     assert lw.fit(model, (x, y), likelihood="poisson").likelihood.alpha == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_twenty_counts_of_large_rates_show_their_dispersion(seed):
+    """Their excess is 50 standard errors of Poisson counts. Without a dispersion 90 % intervals cover a quarter."""
+    torch.manual_seed(seed)
+    model, x = nn.Linear(1, 1).double().eval(), 2 * torch.rand(520, 1).double() - 1
+    model.weight.data, model.bias.data = torch.tensor([[0.3]]).double(), torch.tensor([4.0]).double()
+    y = torch.poisson(model(x).exp().detach() * dist.Gamma(2.0, 2.0).sample(x.shape))
+    posterior = lw.fit(model, (x[:20], y[:20]), lw.Full(), likelihood="poisson", prior_precision=1.0)
+    low, high = posterior.predict(x[20:]).interval(0.9)
+    assert 0.75 < float(((y[20:] >= low) & (y[20:] <= high)).double().mean()) < 0.97
 
 
 def test_held_out_counts_choose_the_dispersion_if_the_prior_is_given():
