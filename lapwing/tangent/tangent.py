@@ -143,16 +143,11 @@ class Tangent:
     def named_blocks(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
 
-    @property
-    def _weight(self) -> Tensor:
-        """A treated weight, or some weight of the network if none is treated."""
-        every = list((self.parameters or parameters_of(self.model)).values())
-        return next((value for value in every if value.is_floating_point()), every[0])
-
     @unlocked_property
     def dtype(self) -> torch.dtype:
-        """Accumulation dtype, in which sums are stored."""
-        return accumulation_dtype(self._weight.dtype)
+        """Accumulation dtype, in which sums are stored: by a treated weight, or one of the network if none is."""
+        dtypes = [value.dtype for value in (self.parameters or parameters_of(self.model)).values()]
+        return accumulation_dtype(next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0]))
 
     @property
     def contraction_dtype(self) -> torch.dtype:
@@ -162,7 +157,7 @@ class Tangent:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self._weight.device
+        return next(iter((self.parameters or parameters_of(self.model)).values())).device
 
     @unlocked_property
     def positions(self) -> Positions:
