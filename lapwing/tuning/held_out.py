@@ -354,7 +354,7 @@ def _numbers_per_sample(
     return one + len(every) * (widest + marginal) + 4 * latents_in_memory * latent
 
 
-def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:
+def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool) -> Iterable[Latent]:
     """Returns the latent of each candidate of one contraction, with only the parts that are read.
 
     If the record holds probes, each output gets the mean of their variances.
