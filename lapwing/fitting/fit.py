@@ -165,8 +165,8 @@ def _from_start(
         data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
         tune=[problem.traces_wanted, prefixes],
     ):  # fmt: skip
-        posterior, parts = _run_and_tune(options, choice, problem, data, runner)
-    data.warn(options, posterior, runner.count())
+        posterior, parts, shown = _run_and_tune(options, choice, problem, data, runner)
+    data.warn(options, posterior, shown)
     return posterior, parts
 
 
@@ -188,12 +188,12 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
 
 def _run_and_tune(
     options: FitOptions, choice: Choice, problem: Problem, data: FitData, runner: Runner
-) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Runs the passes of the method, and tunes what the user did not give; also returns posteriors of first parts."""
+) -> tuple[Posterior, tuple[Posterior, ...], int]:
+    """Runs the passes of the method and tunes what is open; also returns posteriors of first parts, and n."""
     started, method, tune = time.perf_counter(), choice.method, data.tune
     asked = tune is not None and tune is not DEFAULT_TUNING  # by tune= or validation=
     stop = None if tune is None or not tune.prefixes else _stop(choice, problem, tune, runner)
-    result = runner.run(method, problem, stop)
+    result, shown = runner.run(method, problem, stop), runner.count()
     posterior, parts = _posteriors_of(runner, choice, problem, result)
     warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
@@ -203,13 +203,13 @@ def _run_and_tune(
         if asked and not problem.prior.fixed:
             unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
             log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
-        return posterior, parts
+        return posterior, parts, shown
     settled = posterior.prior.fixed and posterior.noise_fixed
     if tune is None:
-        return posterior if settled else posterior.with_defaults(), parts
+        return posterior if settled else posterior.with_defaults(), parts, shown
     if settled and not asked and not posterior.likelihood.regressions:
-        return posterior, parts
-    before, shown = time.perf_counter(), runner.count()
+        return posterior, parts, shown
+    before = time.perf_counter()
     if not asked and is_cheap(posterior, data.first, shown):
         tune = Refit()
         log.info(
@@ -218,7 +218,7 @@ def _run_and_tune(
         )
     posterior = tuned(tune, posterior, Training(data.training, parts, shown))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
-    return posterior, parts
+    return posterior, parts, shown
 
 
 def _posteriors_of(
