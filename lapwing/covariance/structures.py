@@ -94,8 +94,11 @@ def weighted_terms(
     if factors is not None:
         g, scales = factors
         slopes = jacobian.slopes
-        if reads == "scale" and slopes is None:
-            return _scales(scales, basis)
+        if reads == "scale" and slopes is None:  # the mean centred variance of U diag(s) Uᵀ
+            if basis is None:
+                return (ScaleTerm(s.mean(-1, keepdim=True) * (1 - 1 / s.shape[-1])) for s in scales)
+            squares = (basis - basis.mean(0)).square().mean(0)
+            return (ScaleTerm((s @ squares).unsqueeze(-1)) for s in scales)
         terms: Iterable[Term] = (EigenTerm(basis, s) if g is None else FactoredTerm(g, s) for s in scales)
         if slopes is not None:
             terms = (term.stretched(slopes) for term in terms)
@@ -106,14 +109,6 @@ def weighted_terms(
     if reads == "variances":
         return (MarginalTerm(*diagonals) for diagonals in found)
     return (ScaleTerm(trace.unsqueeze(-1) / jacobian.cotangents) for trace in found)
-
-
-def _scales(scales: Iterable[Tensor], basis: Tensor | None) -> Iterable[ScaleTerm]:
-    """Returns the mean centred variance of `U diag(s) Uᵀ` for several s (B, C)."""
-    if basis is None:
-        return (ScaleTerm(s.mean(-1, keepdim=True) * (1 - 1 / s.shape[-1])) for s in scales)
-    squares = (basis - basis.mean(0)).square().mean(0)
-    return (ScaleTerm((s @ squares).unsqueeze(-1)) for s in scales)
 
 
 @dataclass(eq=False, repr=False)

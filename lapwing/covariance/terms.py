@@ -101,10 +101,9 @@ class FactoredTerm(Term):
         return self._by_slices(lambda part: part._weighted(part.factor.square()).sum(-1))
 
     def centred_variance(self) -> Tensor:
-        def sums(part: FactoredTerm) -> Tensor:
-            return part._weighted((part.factor - part.factor.mean(1, keepdim=True)).square()).sum(-1)
-
-        return self._by_slices(sums)
+        return self._by_slices(
+            lambda part: part._weighted((part.factor - part.factor.mean(1, keepdim=True)).square()).sum(-1)
+        )
 
     def dense(self) -> Tensor:
         return self._by_slices(lambda part: torch.bmm(part._weighted(part.factor), part.factor.mT))

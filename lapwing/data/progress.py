@@ -55,7 +55,7 @@ def with_progress(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 @contextmanager
-def one_bar(label: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[], Any]]:
+def one_bar(label: str, total: int | None, done: int = 0) -> Iterator[Callable[[], Any]]:
     """Shows the bar of one pass inside the block; yields a function that counts a batch; `done` of `total` are done."""
     start = time.perf_counter()
     if _SHOWN.get():

@@ -303,7 +303,7 @@ def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
     return {name: doubled(part.uncertainty(name).detach()).cpu() for name in names}
 
 
-def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool = False) -> tuple[str, Evaluated, str] | None:
+def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool) -> tuple[str, Evaluated, str] | None:
     """Returns the network with a temperature or noise variance from held-out data: the row's name, run and note.
 
     The samples of odd number choose for the samples of even number, and conversely. Returns None for likelihoods

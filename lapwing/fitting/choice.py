@@ -18,10 +18,10 @@ from ..data.inputs import Samples
 from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
-from ..linalg import double_device
+from ..linalg import check_range, double_device
 from ..methods import KFAC, Diagonal, FitShape, Full, Method
 from ..methods.passes import Batch
-from ..methods.prior import Prior, check_range
+from ..methods.prior import Prior
 from ..network.eager import parameters_of
 from ..network.gate import checked_network
 from ..network.positions import EXACT_OUTPUTS

@@ -165,8 +165,8 @@ def _from_start(
         data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
         tune=[problem.traces_wanted, prefixes],
     ):  # fmt: skip
-        posterior, parts = _run_and_tune(options, choice, problem, data, runner)
-    data.warn(options, posterior, runner.count())
+        posterior, parts, shown = _run_and_tune(options, choice, problem, data, runner)
+    data.warn(options, posterior, shown)
     return posterior, parts
 
 
@@ -188,14 +188,13 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
 
 def _run_and_tune(
     options: FitOptions, choice: Choice, problem: Problem, data: FitData, runner: Runner
-) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Runs the passes of the method, and tunes what the user did not give; also returns posteriors of first parts."""
+) -> tuple[Posterior, tuple[Posterior, ...], int]:
+    """Runs the passes of the method and tunes what is open; also returns posteriors of first parts, and n."""
     started, method, tune = time.perf_counter(), choice.method, data.tune
     asked = tune is not None and tune is not DEFAULT_TUNING  # by tune= or validation=
-    stop = None if tune is None or not tune.prefixes else _stop(method, problem, tune, runner)
-    result = runner.run(method, problem, stop)
-    posterior, parts = _posteriors_of(runner, method, problem, result)
-    posterior = replace(posterior, method=replace(posterior.method, rule=choice.rule))
+    stop = None if tune is None or not tune.prefixes else _stop(choice, problem, tune, runner)
+    result, shown = runner.run(method, problem, stop), runner.count()
+    posterior, parts = _posteriors_of(runner, choice, problem, result)
     warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
@@ -204,13 +203,13 @@ def _run_and_tune(
         if asked and not problem.prior.fixed:
             unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
             log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
-        return posterior, parts
+        return posterior, parts, shown
     settled = posterior.prior.fixed and posterior.noise_fixed
     if tune is None:
-        return posterior if settled else posterior.with_defaults(), parts
+        return posterior if settled else posterior.with_defaults(), parts, shown
     if settled and not asked and not posterior.likelihood.regressions:
-        return posterior, parts
-    before, shown = time.perf_counter(), runner.count()
+        return posterior, parts, shown
+    before = time.perf_counter()
     if not asked and is_cheap(posterior, data.first, shown):
         tune = Refit()
         log.info(
@@ -219,11 +218,11 @@ def _run_and_tune(
         )
     posterior = tuned(tune, posterior, Training(data.training, parts, shown))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
-    return posterior, parts
+    return posterior, parts, shown
 
 
 def _posteriors_of(
-    runner: Runner, method: Method, problem: Problem, result: FitResult
+    runner: Runner, choice: Choice, problem: Problem, result: FitResult
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
     """Returns the posteriors of all data and of their first parts, at the δ, σ² and T of the method, before tuning."""
     tangent, likelihood, prior = result.tangent or problem.tangent, problem.likelihood, problem.prior
@@ -238,11 +237,12 @@ def _posteriors_of(
         given = likelihood if has_prior(covariance) else problem.likelihood
         dispersed, of_targets = likelihood.with_dispersion(statistics)
         temperature = of_targets if problem.temperature == 1 and has_prior(covariance) else problem.temperature
+        method = replace(MethodInfo.of(choice.method), sample_weights=runner.weighted, rule=choice.rule)
         fitted = Posterior(
             tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=statistics,
-            samples=samples, data_factor=factor, temperature=temperature,
-            method=replace(MethodInfo.of(method), sample_weights=runner.weighted), noise_fixed=not given.needs_noise,
-            stamp=Stamp.of(tangent.model), history=result.history, columns=runner.columns,
+            samples=samples, data_factor=factor, temperature=temperature, method=method,
+            noise_fixed=not given.needs_noise, stamp=Stamp.of(tangent.model), history=result.history,
+            columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
         return fitted.at(prior.precision) if settled else fitted
@@ -259,7 +259,7 @@ def _posteriors_of(
     return whole, tuple(parts)
 
 
-def _stop(method: Method, problem: Problem, tune: Tuning, runner: Runner) -> Stop | None:
+def _stop(choice: Choice, problem: Problem, tune: Tuning, runner: Runner) -> Stop | None:
     """Returns the check that ends the curvature's pass, or None if the tuning needs the curvature of all data."""
     falls = tune.falls()
     if falls is None:
@@ -268,7 +268,7 @@ def _stop(method: Method, problem: Problem, tune: Tuning, runner: Runner) -> Sto
     def stop(covariance: Covariance, summary: DataSummary) -> bool:
         factor = runner.count() / summary.samples
         result = FitResult(covariance, summary=summary, data_factor=factor)
-        whole, parts = _posteriors_of(runner, method, problem, result)
+        whole, parts = _posteriors_of(runner, choice, problem, result)
         part = next(part for part in parts if part.samples == summary.samples)
         return ranks.on_first("early stopping", lambda: falls(part, whole))
 

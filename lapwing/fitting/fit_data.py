@@ -128,14 +128,10 @@ def share_of_known(held_out: Data, training: Data) -> float:
     values, counts = keys.unique(return_counts=True)
     share = float(torch.isin(known, values).double().mean())  # NaN if the tuning reads no held-out data
     share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
-    chance = 0.0 if _is_continuous(training.first) else float(counts[counts > 1].sum() / max(1, len(keys)))
+    y = training.first.targets
+    distinct = isinstance(y, Tensor) and y.is_floating_point() and 2 * len(y.flatten().unique()) > y.numel()
+    chance = 0.0 if distinct else float(counts[counts > 1].sum() / max(1, len(keys)))
     return share if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5 else 0.0
-
-
-def _is_continuous(samples: Samples) -> bool:
-    """Whether targets are real numbers, of which most are different."""
-    y = samples.targets
-    return isinstance(y, Tensor) and y.is_floating_point() and 2 * len(y.flatten().unique()) > y.numel()
 
 
 def _warn_of_few(held_out: Data) -> None:

@@ -29,7 +29,7 @@ MAX_DRAWS = 10**9
 """Maximum of `SampledLink(draws=...)`."""
 
 
-def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+def draw_chunks(latent: AnyLatent, count: int, generator: torch.Generator | None) -> Iterator[Tensor]:
     """Yields latent draws of at least float32 in chunks (s, B, C), with `count` draws in total, or all weight draws."""
     step = max(1, _DRAWN_NUMBERS // max(1, latent.mean.numel()))
     if latent.draws is not None:

@@ -159,7 +159,7 @@ def _log_ratios(device: torch.device, dtype: torch.dtype) -> Tensor:
     return (to_stds @ (exact / approximate).log() @ to_logits.T).to(device, dtype)[None, None]
 
 
-def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: int = NODES) -> Tensor:
+def binary_log_power_mean(mean: Tensor, variance: Tensor, alpha: float, nodes: int) -> Tensor:
     """Returns `1/α log E[σ(f)^α]` for f ~ N(m, v), by quadrature, elementwise, in float64; for a no, pass -m."""
     f, weights = rule(doubled(mean), doubled(variance), alpha, nodes)
     return weighted_log_power_mean(F.logsigmoid(f), weights, alpha, -1)

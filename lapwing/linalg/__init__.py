@@ -16,6 +16,7 @@ from .values import (
     are_finite,
     at_least_float32,
     check_matrices,
+    check_range,
     double_device,
     doubled,
     is_finite,
@@ -30,7 +31,7 @@ from .values import (
 
 __all__ = [
     "RANK_CUT", "RESOLVED", "SLICE_NUMBERS", "accumulation_dtype", "add_squares", "are_finite", "at_least_float32",
-    "check_draws", "check_matrices", "check_memory", "cholesky", "condensed", "double_device", "doubled",
+    "check_draws", "check_matrices", "check_memory", "check_range", "cholesky", "condensed", "double_device", "doubled",
     "eigen_in_place", "generator_on", "is_finite", "joined", "mirrored", "nonnegative", "orthonormal_rows", "placed",
     "possible", "psd_root", "row_products", "seeded", "seeded_torch", "symmetric_eigen", "total",
 ]  # fmt: skip

@@ -123,6 +123,21 @@ def check_matrices(matrices: Sequence[Tensor]) -> None:
     )
 
 
+def check_range(what: str, values: Tensor | float | None, dtype: torch.dtype) -> None:
+    """Raises if precisions or a variance, or their inverses, are 0 or infinite in a dtype; None is accepted."""
+    if values is None:
+        return
+    values = torch.as_tensor(values, dtype=torch.float64)
+    rounded = torch.stack([values, 1 / values]).to(dtype)
+    if not ((rounded > 0) & (rounded < math.inf)).all():
+        low, high = values.min().item(), values.max().item()
+        numbers = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        raise LapwingError(
+            f"A {what} of {numbers} or its inverse is 0 or infinite in {dtype}. Use a value between 1e-30 and 1e30, "
+            "and scale the inputs and the targets to about 1."
+        )
+
+
 def possible(logits: Tensor, dim: int = -1) -> Tensor:
     """Returns a mask of the possible classes.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import inf
 from numbers import Real
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LapwingError, is_positive, shown
-from ..linalg import double_device
+from ..linalg import check_range, double_device
 from ..network.eager import real
 from ..options import positive, refusal
 from ..tangent import Tangent, Vectors, join
@@ -42,22 +41,14 @@ class Prior:
         elif precision is not None:
             values = values * float(precision)
         check_range("prior precision", values, tangent.dtype)
-        return cls(values, _prior_mean(tangent, mean), precision is not None)
-
-
-def check_range(what: str, values: Tensor | float | None, dtype: torch.dtype) -> None:
-    """Raises if precisions or a variance, or their inverses, are 0 or infinite in a dtype; None is accepted."""
-    if values is None:
-        return
-    values = torch.as_tensor(values, dtype=torch.float64)
-    rounded = torch.stack([values, 1 / values]).to(dtype)
-    if not ((rounded > 0) & (rounded < inf)).all():
-        low, high = values.min().item(), values.max().item()
-        numbers = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        raise LapwingError(
-            f"A {what} of {numbers} or its inverse is 0 or infinite in {dtype}. Use a value between 1e-30 and 1e30, "
-            "and scale the inputs and the targets to about 1."
-        )
+        if isinstance(mean, Mapping):
+            means = _mean_by_parameter(tangent, mean)
+        elif isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(tangent.dtype).max:
+            number = torch.tensor(float(mean), dtype=tangent.dtype, device=tangent.device)
+            means = {block.name: number.expand(block.size) for block in tangent.blocks}
+        else:
+            raise _no_mean(mean, tangent.dtype)
+        return cls(values, means, precision is not None)
 
 
 def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor) -> Tensor:
@@ -90,15 +81,6 @@ def _by_pattern(tangent: Tangent, precision: Mapping[str, float], values: Tensor
             "override it."
         )
     return values
-
-
-def _prior_mean(tangent: Tangent, mean: float | Mapping[str, Tensor]) -> Vectors:
-    if isinstance(mean, Mapping):
-        return _mean_by_parameter(tangent, mean)
-    if isinstance(mean, Real) and not isinstance(mean, bool) and abs(mean) <= torch.finfo(tangent.dtype).max:
-        number = torch.tensor(float(mean), dtype=tangent.dtype, device=tangent.device)
-        return {block.name: number.expand(block.size) for block in tangent.blocks}
-    raise _no_mean(mean, tangent.dtype)
 
 
 def _no_mean(mean: Any, dtype: torch.dtype) -> LapwingError:

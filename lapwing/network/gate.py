@@ -1,28 +1,24 @@
 """The gate: checks the memory budget, the network and each batch once, before the tangent uses them.
 
-A network must have weights and no layer that `REFUSALS` finds, and must do on every batch what it did on the first.
-`probe.py` finds other layers that depend on the rest of the batch or on chance by running the network, and
-`sample_axis.py` checks where layers hold the samples.
+A network must have weights and no layer that `REFUSALS` finds. `probe.py` finds other layers that depend on the rest of
+the batch or on chance by running the network. `recording_plan.py` and `sample_axis.py` compare later calls with the
+first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, dropout, instancenorm
 from torch.nn.utils import parametrizations
 
-from ..data.batches import check_outputs
 from ..data.inputs import Inputs
 from ..errors import LapwingError, shown
 from .eager import modules_of, own_parameters, uncompiled
-
-if TYPE_CHECKING:
-    from .tracing import Recording
 
 DEFAULT_MEMORY = 2**30
 """Default memory budget for one chunk of samples, in bytes: 1 GiB, or an eighth of a GPU's memory if that is more."""
@@ -248,39 +244,4 @@ def _check_shared(inputs: Inputs, shared: Sequence[bool]) -> None:
             f"A tensor that the samples of the first batch shared has the length {samples} of this batch, {inputs}, so "
             "it could also hold one row for each sample. Pass it in another shape, such as shared[None], or let "
             "forward=lambda model, inputs: model(inputs, shared) hold it."
-        )
-
-
-def check_recording(model: nn.Module, inputs: Inputs, recording: Recording, outputs: int, finite: bool) -> None:
-    """Raises unless a call has `outputs` (C or T C) outputs, finite if asked for, and uses weights as before."""
-    if finite:
-        check_outputs(recording.outputs, "these inputs")
-    name = type(model).__name__
-    if recording.outputs.shape[1] != outputs:
-        raise _other_width(name, inputs, recording.outputs.shape, outputs)
-    if recording.elsewhere or recording.differentiated or any(use.stale for use in recording.noted):
-        _refuse_other_use(recording, name)
-
-
-def _other_width(name: str, inputs: Inputs, shape: torch.Size, outputs: int) -> LapwingError:
-    return LapwingError(
-        f"The outputs of {name} have the shape {tuple(shape)} at {inputs}, and there were {outputs} for each sample on "
-        "the first batch. Check the shape of the inputs, and pass a single sample as x[None]."
-    )
-
-
-def _refuse_other_use(recording: Recording, name: str) -> None:
-    """Raises if a call uses a treated weight in another way than the first batch did."""
-    stale = [min(use.names.values()) for use in recording.noted if use.stale]
-    difference = ""
-    if recording.elsewhere:
-        difference = f"also uses {min(recording.elsewhere)} in another way"
-    elif recording.differentiated and recording.noted:
-        difference = "takes gradients"
-    elif stale:
-        difference = f"writes the input of the layer of {stale[0]} in place after the call"
-    if difference:
-        raise LapwingError(
-            f"{name} {difference}, which it did not do on the first batch. Put a batch that shows it first, or leave "
-            "the parameter out with params=lambda name, parameter: ..."
         )

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..data.inputs import Inputs
 from ..display import Displayed
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
 from ..jacobian.layers import BatchAxis
-from .tracing import RecordedUse
+from .tracing import RecordedUse, Recording
 
 TIED_TABLE = {"embedding, transposed, one-hot", "linear"}
 """The kinds of the uses of a weight whose rows `TiedTable` does not form."""
@@ -117,8 +118,16 @@ class RecordingPlan:
         explicit = {block.name: block.size for block in blocks if block.is_generic or block.name in several - tied}
         return cls(order, uses, frozenset(explicit), sum(explicit.values()), **known)
 
-    def uses_in(self, noted: Sequence[RecordedUse], samples: int, model: str) -> Uses:
-        """Returns the uses of a recording for each block: the uses of the survey, or new ones if the order differs."""
+    def uses_in(self, recording: Recording, inputs: Inputs, outputs: int, model: str) -> Uses:
+        """Returns the uses of a recording for each block: the uses of the survey, or new ones if the order differs.
+
+        Raises unless the call has `outputs` (C or T C) outputs, and uses weights as the first batch did.
+        """
+        noted, (samples, width) = recording.noted, recording.outputs.shape
+        if width != outputs:
+            raise _other_width(model, inputs, recording.outputs.shape, outputs)
+        if recording.elsewhere or recording.differentiated or any(use.stale for use in noted):
+            _refuse_other_use(recording, model)
         if self.single_sample and samples > 1:
             raise LapwingError(
                 f"The first batch had one sample, which cannot show where the layers of {model} hold the {samples} "
@@ -156,6 +165,30 @@ class RecordingPlan:
                 outputs = block.matrix.groups * block.matrix.outputs
                 work += sum(self.order[i].out // outputs * block.size for i, _, _ in self.uses[block.name])
         return work
+
+
+def _other_width(name: str, inputs: Inputs, shape: tuple[int, ...], outputs: int) -> LapwingError:
+    return LapwingError(
+        f"The outputs of {name} have the shape {tuple(shape)} at {inputs}, and there were {outputs} for each sample on "
+        "the first batch. Check the shape of the inputs, and pass a single sample as x[None]."
+    )
+
+
+def _refuse_other_use(recording: Recording, name: str) -> None:
+    """Raises if a call uses a treated weight in another way than the first batch did."""
+    stale = [min(use.names.values()) for use in recording.noted if use.stale]
+    difference = ""
+    if recording.elsewhere:
+        difference = f"also uses {min(recording.elsewhere)} in another way"
+    elif recording.differentiated and recording.noted:
+        difference = "takes gradients"
+    elif stale:
+        difference = f"writes the input of the layer of {stale[0]} in place after the call"
+    if difference:
+        raise LapwingError(
+            f"{name} {difference}, which it did not do on the first batch. Put a batch that shows it first, or leave "
+            "the parameter out with params=lambda name, parameter: ..."
+        )
 
 
 def planned(

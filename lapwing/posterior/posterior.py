@@ -17,8 +17,8 @@ from ..data.progress import with_progress
 from ..display import Displayed
 from ..errors import LapwingError, check_flag
 from ..likelihoods import Likelihood, Link, P
-from ..linalg import check_draws
-from ..methods.prior import Prior, check_range
+from ..linalg import check_draws, check_range
+from ..methods.prior import Prior
 from ..methods.problem import Scale
 from ..network.entry import full_precision, outside_modes
 from ..network.stamp import Stamp

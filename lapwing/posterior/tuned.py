@@ -16,9 +16,8 @@ from ..data.data import Data, other_size
 from ..data.inputs import Samples
 from ..data.progress import tracked
 from ..errors import LapwingError
-from ..linalg import are_finite
+from ..linalg import are_finite, check_range
 from ..methods import FitShape, Method
-from ..methods.prior import check_range
 from ..options import Options
 from ..tangent.retry import retried
 

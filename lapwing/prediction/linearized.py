@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,8 +99,19 @@ class Linearized(Way):
             return self._of_draws(tangent, covariance, inputs, joint)
         selection = None if self.outputs is None else self._selection(tangent.outputs, joint)
         if inputs.spreads:
-            return _of_uncertain(tangent, covariance, inputs, joint, selection)
-        return _of_weights(tangent, covariance, tangent.check(inputs), joint, selection)
+            return self._of_uncertain(tangent, covariance, inputs, joint, selection)
+        checked = tangent.check(inputs)
+        if joint:
+            return _joint(tangent, covariance, checked, selection)
+        # a last layer computes all outputs at once in its eigenbasis
+        late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
+        cotangents = EVERY_OUTPUT if late or selection is None else selection
+        scratch = (cotangents.columns or tangent.outputs) * covariance.scratch_per_row
+        records = tangent.records(checked, cotangents, covariance.record_dtype, Reading(scratch))
+        parts = (_latent(covariance, record) for _, record in records)
+        if selection is not None:
+            parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
+        return Latent.gather(parts, checked.samples)
 
     def _of_positions(
         self, tangent: Tangent, covariance: Covariance, inputs: Inputs
@@ -129,6 +141,21 @@ class Linearized(Way):
             order = torch.cat([torch.arange(rows.start, rows.stop, rows.step or 1) for rows, _ in parts])
             latent = latent.taken(order.argsort().to(latent.mean.device))
         return LatentAtPositions(latent, tangent.positions.places(inputs.samples, sizes))
+
+    def _of_uncertain(
+        self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool, selection: Selection | None
+    ) -> AnyLatent:
+        """Returns the latent of uncertain inputs: `J Σ Jᵀ` at their means, plus the spread that they carry."""
+        checked = tangent.check(inputs.certain)
+        mean, added = carried(tangent, inputs, checked.wants_gradient)
+        check_outputs(mean, "these inputs")
+        if not tangent.blocks:
+            terms = (DenseTerm(added),)
+            return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
+        latent: Any = self.latent(tangent, covariance, checked, joint)
+        if selection is not None:  # the outputs of the recorded pass, which may break ties differently
+            added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
+        return latent.plus(added)
 
     def _selection(self, outputs: int, joint: bool) -> Selection:
         """Returns which of C outputs the latent has."""
@@ -232,39 +259,6 @@ def _selected(mean: Tensor, terms: tuple[Term, ...], selection: Selection, late:
     if late:
         terms = tuple(term.selected(outputs) for term in terms)
     return SelectedLatent(mean.gather(1, outputs), multiplied_out(terms), outputs=outputs, every_mean=mean)
-
-
-def _of_weights(
-    tangent: Tangent, covariance: Covariance, checked: Inputs, joint: bool, selection: Selection | None
-) -> Latent | JointLatent:
-    """Returns `N(f(x, θ̂), J Σ Jᵀ)` at certain inputs that have passed the gate."""
-    if joint:
-        return _joint(tangent, covariance, checked, selection)
-    # a last layer computes all outputs at once in its eigenbasis
-    late = selection is not None and tangent.treats_output_alone and covariance.keeps_outputs
-    cotangents = EVERY_OUTPUT if late or selection is None else selection
-    scratch = (cotangents.columns or tangent.outputs) * covariance.scratch_per_row
-    records = tangent.records(checked, cotangents, covariance.record_dtype, Reading(scratch))
-    parts = (_latent(covariance, record) for _, record in records)
-    if selection is not None:
-        parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
-    return Latent.gather(parts, checked.samples)
-
-
-def _of_uncertain(
-    tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool, selection: Selection | None
-) -> AnyLatent:
-    """Returns the latent of uncertain inputs: `J Σ Jᵀ` at their means, plus the spread that they carry."""
-    checked = tangent.check(inputs.certain)
-    mean, added = carried(tangent, inputs, checked.wants_gradient)
-    check_outputs(mean, "these inputs")
-    if not tangent.blocks:
-        terms = (DenseTerm(added),)
-        return Latent(mean, terms) if selection is None else _selected(mean, terms, selection, late=True)
-    latent = _of_weights(tangent, covariance, checked, joint, selection)
-    if selection is not None:  # the outputs of the recorded pass, which may break ties differently
-        added = selected(added, latent.outputs if is_selected(latent) else selection.of(mean))
-    return latent.plus(added)
 
 
 def _latent(covariance: Covariance, record: Record) -> Latent:

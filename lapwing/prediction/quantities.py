@@ -119,7 +119,7 @@ def quantity(
     data: Any,
     observed: bool,
     columns: Columns,
-    factor: float = 1.0,
+    factor: float,
 ) -> Quantity:
     """Returns the numbers of a function with the covariance `g Σ gᵀ` times a factor: see `Posterior.of`."""
     if not callable(function) or isinstance(function, (type, nn.Module)):

@@ -63,9 +63,10 @@ class Checkpoint(NoCheckpoint):
         What `describe` returns, and `more`, decide the states of passes, by name.
         """
         surveyed = {"the network": tangent.state(), "the parameters": tangent.blocks, "memory": tangent.memory, **more}
-        first = ranks.gathered("the first batches", fingerprint_of(data.first_of_rank()))
+        own = fingerprint_of(data.first_of_rank())
         size = {} if data.expected_size is None else {"the number of samples": data.expected_size}
-        self._fit = {**describe(), **fingerprint_of(surveyed), "the first batch": first, **size}
+        self._fit = {**describe(), **fingerprint_of(surveyed), **size}
+        self._fit["the first batch"] = ranks.gathered("the first batches", own)
         self._known = data.known_size
         self._left = ranks.on_first("the checkpoint", self._read)
         try:

@@ -63,24 +63,20 @@ def fingerprint_of(value: Any, functions: bool = True, above: tuple[int, ...] = 
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in dataclasses.fields(value) if each.name != "loader"]
         return [name, {each: inside(getattr(value, each)) for each in names}]
-    parts = _parts(value) if functions else []
+    if not functions:
+        return name
+    parts = []  # the values that decide the results of a function, except its name
+    for part in PARTS if isinstance(value, FUNCTIONS) else ():
+        with suppress(AttributeError, ValueError):  # a cell is empty before its variable has a value
+            parts.append(getattr(value, part))
+    owner = getattr(value, "__self__", value)
+    if callable(value) and not isinstance(owner, (type, ModuleType, FunctionType)):  # a method, or a callable object
+        parts += [type(owner).__call__, getattr(owner, "__dict__", None)]
     return [name, _digest(json.dumps([*map(inside, parts)]).encode())] if parts else name
 
 
 def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
-
-
-def _parts(value: Any) -> list[Any]:
-    """Returns the values that decide the results of a function, except its name; [] for other objects."""
-    parts = []
-    for name in PARTS if isinstance(value, FUNCTIONS) else ():
-        with suppress(AttributeError, ValueError):  # a cell is empty before its variable has a value
-            parts.append(getattr(value, name))
-    owner = getattr(value, "__self__", value)
-    if callable(value) and not isinstance(owner, (type, ModuleType, FunctionType)):  # a method, or a callable object
-        parts += [type(owner).__call__, getattr(owner, "__dict__", None)]
-    return parts
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from ..network.call import Call
 from ..network.call_errors import OutputsWithPositions
 from ..network.eager import native, own_parameters, parameters_of, without_compiled
 from ..network.entry import outside_modes
-from ..network.gate import check_inputs, check_recording, checked_memory, checked_network, writes_itself
+from ..network.gate import check_inputs, checked_memory, checked_network, writes_itself
 from ..network.positions import Places, Positions
 from ..network.probe import PROBED_SAMPLES, probe
 from ..network.recording_plan import Coverage, Covered, RecordingPlan, Uses
@@ -143,16 +143,11 @@ class Tangent:
     def named_blocks(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
 
-    @property
-    def _weight(self) -> Tensor:
-        """A treated weight, or some weight of the network if none is treated."""
-        every = list((self.parameters or parameters_of(self.model)).values())
-        return next((value for value in every if value.is_floating_point()), every[0])
-
     @unlocked_property
     def dtype(self) -> torch.dtype:
-        """Accumulation dtype, in which sums are stored."""
-        return accumulation_dtype(self._weight.dtype)
+        """Accumulation dtype, in which sums are stored: by a treated weight, or one of the network if none is."""
+        dtypes = [value.dtype for value in (self.parameters or parameters_of(self.model)).values()]
+        return accumulation_dtype(next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0]))
 
     @property
     def contraction_dtype(self) -> torch.dtype:
@@ -162,7 +157,7 @@ class Tangent:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self._weight.device
+        return next(iter((self.parameters or parameters_of(self.model)).values())).device
 
     @unlocked_property
     def positions(self) -> Positions:
@@ -278,10 +273,10 @@ class Tangent:
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = self.call.traced(checked, watched | idle, spread, frozen, repeats=not idle)
         recording.noted[:] = [use for use in recording.noted if use.reached or not idle.keys() & use.names.values()]
-        width = recording.outputs.shape[1] if self.call.layout else self.outputs
-        check_recording(self.model, checked, recording, width, finite)
-        noted, name = recording.noted, type(self.model).__name__
-        uses = self.plan.uses_in(noted, len(recording.outputs), name)
+        if finite:
+            batches.check_outputs(recording.outputs, "these inputs")
+        width, noted = recording.outputs.shape[1] if self.call.layout else self.outputs, recording.noted
+        uses = self.plan.uses_in(recording, checked, width, type(self.model).__name__)
         if not all(use.reached for use in noted):  # leave out uses without a gradient
             uses = {key: [use for use in every if noted[use[0]].reached] or every for key, every in uses.items()}
         return recording, uses

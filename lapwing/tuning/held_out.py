@@ -26,7 +26,7 @@ from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
 from ..prediction import Way
 from ..prediction.aim import DEFAULT_AIM, Aim
-from ..tangent import EVERY_OUTPUT, Cotangents, RandomCotangents, Reading, Record, Tangent
+from ..tangent import EVERY_OUTPUT, RandomCotangents, Reading, Record, Tangent
 from .search import evenly
 
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
@@ -245,19 +245,21 @@ def candidate_latents(
     reads = reads or first.likelihood.reads(tangent.outputs)
     groups = _contraction_groups(posteriors, candidates)
     scratch = _numbers_per_sample(tangent, groups, latents_in_memory, reads)
-    probes = _probes(tangent, reads) if has_prior(first.covariance) else EVERY_OUTPUT
+    few = tangent.width <= EXACT_OUTPUTS or tangent.outputs <= PROBES or tangent.treats_output_alone
+    probed = reads == "scale" and not few and has_prior(first.covariance)
+    cotangents = RandomCotangents(tangent.outputs, PROBES) if probed else EVERY_OUTPUT
     variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
     reading = Reading(scratch, max_positions=SOME_POSITIONS, variances_only=variances_only)
     with torch.no_grad():
         for batch in loader:
             samples = Batch.of(tangent, Samples.of(batch).to(tangent.device))
-            for part, record in tangent.records(samples.inputs, probes, first.covariance.record_dtype, reading):
+            for part, record in tangent.records(samples.inputs, cotangents, first.covariance.record_dtype, reading):
                 _, labels, weights = samples.targets_of_rows(record.sizes)
                 labels, weights = labels[part], None if weights is None else weights[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
                 for group in groups:
-                    latents = _latents(record, list(group.values()), reads, probes is not EVERY_OUTPUT)
+                    latents = _latents(record, list(group.values()), reads, probed)
                     for (place, candidate), latent in zip(group.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
 
@@ -352,18 +354,7 @@ def _numbers_per_sample(
     return one + len(every) * (widest + marginal) + 4 * latents_in_memory * latent
 
 
-def _probes(tangent: Tangent, reads: Reads) -> Cotangents:
-    """Returns random combinations that estimate the mean variance of the outputs of an input, or of a position.
-
-    Returns the outputs themselves if they are few, or if more than their mean variance is read.
-    """
-    few = tangent.width <= EXACT_OUTPUTS or tangent.outputs <= PROBES
-    if few or tangent.treats_output_alone or reads != "scale":
-        return EVERY_OUTPUT
-    return RandomCotangents(tangent.outputs, PROBES)
-
-
-def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool = False) -> Iterable[Latent]:
+def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool) -> Iterable[Latent]:
     """Returns the latent of each candidate of one contraction, with only the parts that are read.
 
     If the record holds probes, each output gets the mean of their variances.
