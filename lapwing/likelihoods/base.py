@@ -204,6 +204,10 @@ class Likelihood(Options, ABC, Generic[P]):
         """Returns the likelihood whose predictions vary as much as its statistics show, and its τ: see `Poisson`."""
         return self, 1.0
 
+    def with_further(self, former: dict[str, Tensor], whole: dict[str, Tensor]) -> tuple[Likelihood[P], float]:
+        """Returns the likelihood if further data join the former ones, by both statistics, and the factor of its τ."""
+        return self, 1.0
+
     def of_statistics(self, statistics: dict[str, Tensor]) -> Likelihood[P]:
         """Returns the likelihood that computed these statistics: without noise ratios if these were tuned later."""
         return self

@@ -23,9 +23,9 @@ from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_counts
 
-SURE, SEVERAL = 3.0, 1.5
+SURE, SEVERAL_COUNTS = 3.0, 1.5
 """Training counts have a dispersion if their excess is above `SURE` standard errors of Poisson counts, and above
-`SEVERAL` roots of its sum of squares: one or two counts show nothing."""
+`SEVERAL_COUNTS` roots of its sum of squares: one or two counts show nothing."""
 
 DISPERSIONS = [k / 8 for k in range(-24, 17)]
 """Candidates for log10 of the dispersion that held-out data choose."""
@@ -114,9 +114,14 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     def with_dispersion(self, statistics: dict[str, Tensor]) -> tuple[Poisson, float]:
         names = "excess", "excess_at_one", "excess_variance", "squared_excess"
         excess, at_one, variance, square = (float(statistics.get(name, 0.0)) for name in names)
-        surely = excess > max(SURE * variance**0.5, SEVERAL * square**0.5) and self.dispersion is None
+        surely = excess > max(SURE * variance**0.5, SEVERAL_COUNTS * square**0.5) and self.dispersion is None
         dispersed = replace(self, fitted_dispersion=excess / at_one if surely else 0.0)
         return dispersed, dispersed.dispersion_temperature(statistics)
+
+    def with_further(self, former: dict[str, Tensor], whole: dict[str, Tensor]) -> tuple[Poisson, float]:
+        decided = math.isclose(self.with_dispersion(former)[0].alpha, self.alpha)  # else held-out data chose α
+        new = self.with_dispersion(whole)[0] if decided else self
+        return new, new.dispersion_temperature(whole) / self.dispersion_temperature(former)
 
     def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
         """Returns φ, the factor of τ."""

@@ -89,9 +89,10 @@ def with_data(
         )  # fmt: skip
     summary = DataSummary(posterior.samples, posterior.statistics).added(further)
     weighted = posterior.method.sample_weights or data.weighted
+    likelihood, factor = posterior.likelihood.with_further(posterior.statistics, summary.statistics)
     whole = replace(
         posterior, tangent=tangent, covariance=result.covariance, samples=summary.samples,
-        statistics=summary.statistics,
+        statistics=summary.statistics, likelihood=likelihood, temperature=posterior.temperature * factor,
         method=replace(posterior.method, first_samples=None, sample_weights=weighted),
     )  # fmt: skip
     return whole.at(posterior.prior.precision)

@@ -599,7 +599,8 @@ class Posterior(Displayed, Generic[P]):
         KFAC and Full the result equals one fit to all data, to rounding, unless the Fisher information is drawn (more
         than 1 000 outputs). The mean stays: if the new data should move it, train the network further and fit again.
         The directions of a subspace, the prior precision, the noise variance, the logit temperature and map and
-        `history` stay too, even if all data would change them.
+        `history` stay too, even if all data would change them. The dispersion of counts follows from all residuals, if
+        the training residuals of the fit decided on it.
 
         Args:
             loader: only the further data, in any form that `lw.fit` accepts.

@@ -228,3 +228,30 @@ def test_intervals_of_dispersed_counts_cover_and_the_mean_stays(held_out, tmp_pa
     for name, value in zip(deployed.returns, deployed(x[:20]), strict=True):
         wanted = getattr(posterior.predict(x[:20], via=deployed.via), name)
         torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("likelihood", [lw.Poisson(dispersion=0.5), lw.Poisson()], ids=["given", "of residuals"])
+@pytest.mark.parametrize("rows", [20, 200])
+def test_an_update_has_the_dispersion_of_all_counts(likelihood, rows, tmp_path):
+    """The first rows have small rates, whose counts nearly are Poisson counts."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(1, 1).double().eval(), torch.linspace(-1, 1, 400).double()[:, None]
+    model.weight.data, model.bias.data = torch.tensor([[2.5]]).double(), torch.tensor([2.0]).double()
+    y = torch.poisson(model(x).exp().detach() * dist.Gamma(2.0, 2.0).sample(x.shape))
+    fit = lambda part: lw.fit(model, (x[part], y[part]), lw.Full(), likelihood=likelihood, prior_precision=1.0)  # noqa: E731
+    whole = fit(slice(None))
+    fit(slice(rows)).save(tmp_path / "first")
+    updated = lw.load(tmp_path / "first", model).update((x[rows:300], y[rows:300])).update((x[300:], y[300:]))
+    assert updated.likelihood.alpha == pytest.approx(whole.likelihood.alpha, rel=1e-9)
+    assert updated.temperature == pytest.approx(whole.temperature, rel=1e-9)
+    torch.testing.assert_close(updated.predict(x).std, whole.predict(x).std)
+
+
+def test_an_update_keeps_the_dispersion_that_held_out_counts_chose():
+    model, x, y = many_counts(9.0, 800)
+    plain = (x[:300], model(x[:300]).exp().detach().round())
+    first = lw.fit(model, plain, lw.Full(), likelihood="poisson", prior_precision=1.0, validation=(x[500:], y[500:]))
+    updated = first.update((x[300:500], y[300:500]))
+    assert updated.likelihood.alpha == first.likelihood.alpha > 0.3
+    wanted = first.likelihood.dispersion_temperature(updated.statistics)
+    assert updated.temperature == pytest.approx(wanted, rel=1e-9)
