@@ -20,7 +20,7 @@ from ..covariance import AnyLatent
 from ..linalg import at_least_float32, cholesky, doubled, possible, seeded
 from ..options import Options, at_least, integer, option
 from . import classwise, quadrature
-from .mixtures import normal_nodes
+from .mixtures import NORMAL_NODES, normal_nodes
 from .quadrature import LEAST_VARIANCE
 
 _DRAWN_NUMBERS = 2**23  # latent values in memory at once while averaging over draws: 64 MiB in float64
@@ -78,13 +78,13 @@ def latent_points(latent: AnyLatent, count: int, generator: torch.Generator | No
     return mean + torch.einsum("bcd,dbs->sbc", root, z[:, order])
 
 
-def latent_nodes(latent: AnyLatent) -> tuple[Tensor, Tensor]:
-    """Returns outputs (S, B, C) and their weights (S, 1, 1) in float64: weight draws, or 65 nodes for each output."""
+def latent_nodes(latent: AnyLatent, count: int = NORMAL_NODES) -> tuple[Tensor, Tensor]:
+    """Returns outputs (S, B, C) and their weights (S, 1, 1) in float64: weight draws, or `count` nodes of an output."""
     if latent.draws is not None:
         draws = doubled(latent.draws)
         return draws, draws.new_full((len(draws), 1, 1), 1.0 / len(draws))
     mean, variance = doubled(latent.mean), doubled(latent.variance)
-    z, weights = normal_nodes(mean)
+    z, weights = normal_nodes(mean, count)
     return mean + (variance + LEAST_VARIANCE).sqrt() * z, weights
 
 

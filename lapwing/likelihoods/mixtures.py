@@ -23,9 +23,9 @@ SCORE_NODES = 129
 HALVINGS = 60  # after 53 the bracket is as narrow as float64 rounding
 
 
-def normal_nodes(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns nodes and weights (65, 1, 1) of the trapezoidal rule over `N(0, 1)`."""
-    z = torch.linspace(-REACH, REACH, NORMAL_NODES, dtype=like.dtype, device=like.device)[:, None, None]
+def normal_nodes(like: Tensor, count: int = NORMAL_NODES) -> tuple[Tensor, Tensor]:
+    """Returns `count` nodes and weights (S, 1, 1) of the trapezoidal rule over `N(0, 1)`."""
+    z = torch.linspace(-REACH, REACH, count, dtype=like.dtype, device=like.device)[:, None, None]
     return z, (-0.5 * z.square()).softmax(0)
 
 

@@ -17,7 +17,7 @@ from ..linalg import at_least_float32, doubled, seeded
 from ..options import number, option
 from .base import NoiselessLikelihood, apply_weights
 from .links import ExactLink, Link, latent_nodes
-from .mixtures import mixture_of
+from .mixtures import NORMAL_NODES, REACH, mixture_of
 from .predictions import RealPrediction
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
@@ -33,8 +33,8 @@ DISPERSIONS = [k / 8 for k in range(-24, 17)]
 LEAST_RATE = 1e-9
 """Least `μ + μ²` that divides a squared residual."""
 
-DRAW_NODES = 16
-"""Number of rates that the noise of a rate gives each weight draw."""
+DRAW_NODES, MOST_RATES = 16, 4_097
+"""Number of rates that the noise of a rate gives each weight draw; maximum number of rates of a `distribution()`."""
 
 NEWTON_STEPS = 60
 """Number of Newton steps to the mode of an integrand, and maximum number of halvings of a range of counts."""
@@ -220,8 +220,13 @@ class CountPrediction(RealPrediction):
         return torch.poisson(f.exp(), generator)
 
     def distribution(self) -> dist.Distribution:
-        """Returns a mixture of Poissons over 65 rates or over the draws, with batch shape (B,), event shape (C,)."""
-        outputs, weights = latent_nodes(self._noisy)
+        """Returns a mixture of Poissons over 65 to `MOST_RATES` rates or over the draws, batch shape (B,), event (C,).
+
+        Neighbouring rates differ by at most a standard deviation of their counts, up to two deviations above the mean.
+        """
+        mean, std = doubled(self._noisy.mean), doubled(self._noisy.variance).sqrt()
+        steps = float((2 * REACH * std * (0.5 * mean + std).exp()).max())
+        outputs, weights = latent_nodes(self._noisy, int(min(max(NORMAL_NODES, steps + 1), MOST_RATES)))
         return mixture_of(dist.Poisson, weights, outputs.exp())
 
     def _targets(self, targets: Tensor) -> Tensor:

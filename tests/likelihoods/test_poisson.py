@@ -255,3 +255,12 @@ def test_an_update_keeps_the_dispersion_that_held_out_counts_chose():
     assert updated.likelihood.alpha == first.likelihood.alpha > 0.3
     wanted = first.likelihood.dispersion_temperature(updated.statistics)
     assert updated.temperature == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(("mean", "std", "alpha"), [(1.0, 0.3, 0.0), (6.0, 0.5, 0.29), (5.7, 0.1, 1.0), (6.9, 1.0, 0.0)])
+def test_the_distribution_of_large_counts_is_no_comb(mean, std, alpha):
+    """Its rates lie closer than the standard deviation of a count."""
+    latent = MarginalLatent(torch.full((40, 1), mean).double(), torch.full((40, 1), std**2).double())
+    prediction = lw.Poisson(dispersion=alpha).predict(latent)
+    y = torch.linspace(0, 2 * math.exp(mean + std), 40).double().round()[:, None]
+    torch.testing.assert_close(prediction.distribution().log_prob(y), prediction.log_prob(y), rtol=1e-6, atol=1e-6)
