@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load_model
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 import lapwing as lw
@@ -86,19 +86,24 @@ def fit(
         target: column of the targets in a .csv or .parquet file; None means the last column.
         validation: held-out data, in the same forms, which choose the width of the error bars.
         method: method of the fit; None chooses one.
-        likelihood: "categorical", "gaussian", "bernoulli" or "poisson"; None infers it from the targets.
+        likelihood: "categorical", "ordinal", "gaussian", "student_t", "heteroscedastic", "censored", "bernoulli" or
+            "poisson"; None infers it from the targets.
         params: treated parameters: everything, last_layer, or a pattern of names such as "head.*"; None chooses.
         out: file of the posterior, which is replaced.
     """
     check_writable(out)
     named: dict[str | None, Any] = {"everything": lw.everything, "last_layer": lw.last_layer, None: None}
+    network = network_of(model, weights)
     posterior: Any = lw.fit(
-        network_of(model, weights), data_of(data, target), method, likelihood=likelihood,
+        network, known_data(data, target), method, likelihood=likelihood,
         params=named[params] if params in named else lw.matching(str(params)),
-        validation=None if validation is None else data_of(validation, target),
+        validation=None if validation is None else known_data(validation, target),
     )  # fmt: skip
     posterior.save(out)
     print(posterior)
+    if posterior.model is not network:  # MeanField trains it further
+        save_model(posterior.model, trained := str(Path(out).with_suffix(".weights.safetensors")))
+        print(f"The posterior belongs to other weights. Pass {trained} to lapwing evaluate.")
 
 
 def evaluate(
@@ -124,7 +129,7 @@ def evaluate(
     """
     others = {name: data_of(source, target) for name, source in (foreign or {}).items()}
     loaded: Any = lw.load(posterior, network_of(model, weights))
-    table = lw.compare({"posterior": loaded}, data_of(data, target), others, score=score)
+    table = lw.compare({"posterior": loaded}, known_data(data, target), others, score=score)
     print(table)
     return table
 
@@ -147,9 +152,19 @@ def network_of(model: str, weights: str) -> nn.Module:
         raise LapwingError(f"{model} gives {shown(network)} instead of a torch.nn.Module.")
     try:
         load_model(network, weights)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except OSError as error:
+        raise LapwingError(f"{weights}: {reason(error)}.") from error
+    except (RuntimeError, SafetensorError) as error:
         raise LapwingError(f"The weights {weights} do not fit {model}: {' '.join(str(error).split())[:300]}") from error
     return network.eval()
+
+
+def known_data(source: str, target: str | None) -> Any:
+    """Returns (x, y), or the loader; raises if an .npz file has no targets."""
+    found = data_of(source, target)
+    if isinstance(found, np.ndarray):
+        raise LapwingError(f"{source} has no 'y'. Write np.savez({source!r}, x=x, y=y).")
+    return found
 
 
 def data_of(source: str, target: str | None) -> Any:
@@ -225,5 +240,8 @@ def parsed(arguments: Sequence[str]) -> tuple[Callable[..., Any], dict[str, Any]
         if objections and "import path string: " in objections[-1]:
             methods = [n for n, kind in vars(lw).items() if isinstance(kind, type) and issubclass(kind, lw.Method)]
             raise LapwingError(f"--method is not one of {', '.join(sorted({*methods} - {'Method'}))}.") from error
+        if "Expected a <class 'dict'>" in text:
+            raise LapwingError("Other inputs need a name: --foreign.noise noise.npz.") from error
+        text = text.replace(f"required: {arguments[0]}.", "required: ")
         raise LapwingError(objections[-1].partition(" Given value")[0] if objections else text) from error
     return COMMANDS[chosen.subcommand], chosen[chosen.subcommand].as_dict()

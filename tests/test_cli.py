@@ -101,6 +101,13 @@ def test_a_table_whose_targets_are_named_and_a_loader_of_held_out_data(folder: P
     assert (folder / "posterior.safetensors").is_file()
 
 
+def test_the_weights_that_a_method_trains_are_saved_too(folder: Path, capsys) -> None:
+    main(["fit", *CLASSIFIER, "data.npz", "--method", "MeanField", "--method.steps", "3", "--out", "m.safetensors"])
+    assert "Pass m.weights.safetensors to lapwing evaluate" in capsys.readouterr().out
+    main(["evaluate", CLASSIFIER[0], "m.weights.safetensors", "m.safetensors", "data.npz"])
+    assert "posterior" in capsys.readouterr().out
+
+
 def test_a_report(folder: Path, capsys) -> None:
     main(["fit", *CLASSIFIER, "data.npz"])
     main(["report", *CLASSIFIER, "posterior.safetensors", "data.npz", "--out", "page.html"])
@@ -196,6 +203,11 @@ def test_help_warns_that_the_module_runs(capsys) -> None:
         (["evaluate", *CLASSIFIER, "none", "data.npz", "--foreign.far", "nothing.npz"], "nothing.npz is empty or dam"),
         (["fit", *CLASSIFIER, "classes.csv", "--target", "d"], "classes.csv has no 'd'"),
         (["fit", *CLASSIFIER, "none.csv"], "none.csv: No such file"),
+        (["fit", CLASSIFIER[0], "none.safetensors", "data.npz"], "none.safetensors: No such file"),
+        (["fit", *CLASSIFIER], "required: data"),
+        (["fit", *CLASSIFIER, "far.npz"], "far.npz has no 'y'"),
+        (["fit", *CLASSIFIER, "data.npz", "--validation", "far.npz"], "far.npz has no 'y'"),
+        (["evaluate", *CLASSIFIER, "none", "data.npz", "--foreign", "far.npz"], "--foreign.noise noise.npz"),
         (["fit", *CLASSIFIER, "data.txt"], "data.txt is neither an .npz, .csv or .parquet file"),
         (["fit", *CLASSIFIER, "data.npz", "--method", "Kfac"], "--method is not one of Diagonal, EKFAC, ELLA"),
         (["fit", *CLASSIFIER, "data.npz", "--method", "ELLA", "--method.rank", "-7"], "rank must be a whole number"),

@@ -257,7 +257,9 @@ def test_an_update_keeps_the_dispersion_that_held_out_counts_chose():
     assert updated.temperature == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize(("mean", "std", "alpha"), [(1.0, 0.3, 0.0), (6.0, 0.5, 0.29), (5.7, 0.1, 1.0), (6.9, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("mean", "std", "alpha"), [(1.0, 0.3, 0.0), (6.0, 0.5, 0.29), (5.7, 0.1, 1.0), (6.9, 1.0, 0.0)]
+)
 def test_the_distribution_of_large_counts_is_no_comb(mean, std, alpha):
     """Its rates lie closer than the standard deviation of a count."""
     latent = MarginalLatent(torch.full((40, 1), mean).double(), torch.full((40, 1), std**2).double())
