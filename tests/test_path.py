@@ -43,9 +43,9 @@ class Ran(NamedTuple):
 
 
 CEILINGS = {
-    "fit with a given prior": Ran(lines=2063, functions=282, classes=46, files=50),
-    "fit with its default tuning": Ran(lines=2546, functions=361, classes=59, files=66),
-    "fit without options": Ran(lines=2804, functions=388, classes=61, files=68),
+    "fit with a given prior": Ran(lines=2066, functions=282, classes=46, files=50),
+    "fit with its default tuning": Ran(lines=2549, functions=361, classes=59, files=66),
+    "fit without options": Ran(lines=2808, functions=388, classes=61, files=68),
     "first prediction": Ran(lines=892, functions=127, classes=32, files=36),
 }
 """The most code that each call runs. The first two fits are of `lw.KFAC()`, and the third chooses the method.

@@ -140,7 +140,7 @@ def _default_way(posterior: Posterior, x: Any, data: Any) -> Way:
     inputs = Inputs.of(x)
     if inputs.samples < MIN_LEVEL_INPUTS and data is not None:
         inputs = Data.of(data, posterior).first.inputs
-    if inputs.samples >= MIN_LEVEL_INPUTS:
+    if inputs.samples >= MIN_LEVEL_INPUTS or posterior.tangent.treats_output_alone:  # its level hardly varies
         some, way = inputs.take(slice(0, MAX_LEVEL_INPUTS)), default_way(posterior.tangent)
         return scale_factor(posterior, some, Streamlined(), to=way)
     log.warning(

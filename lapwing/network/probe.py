@@ -121,7 +121,8 @@ def _recorded(
     names = () if isinstance(params, LastLayer) else select(params, parameters, type(call.model).__name__)
     watched = {name: value for name, value in parameters.items() if not value.is_complex()}  # layers are real
     frozen = [watched[name] for name in names if name in watched and not watched[name].requires_grad]
-    recording = _recorded_spread(call, few, watched, frozen)
+    with _explained(call.model):
+        recording = _recorded_spread(call, few, watched, frozen)
     check_outputs(recording.outputs, "the first batch")
     if not isinstance(params, LastLayer):
         leaves = {name: real(parameters[name].detach()).requires_grad_() for name in names}

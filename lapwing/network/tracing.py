@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
@@ -217,8 +218,9 @@ def graph_leaves(outputs: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor
 
 
 def kind_of(node: Node | None) -> str:
-    """Returns the name of a node's function, such as Addmm."""
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+    """Returns the name of a node's function, such as Addmm; "" for a function that is written in Python."""
+    name = "" if isinstance(node, BackwardCFunction) else type(node).__name__
+    return name.rstrip("0123456789").removesuffix("Backward")
 
 
 def reaches(start: Node, ends: Container[Node]) -> bool:

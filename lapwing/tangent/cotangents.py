@@ -22,6 +22,16 @@ class FisherParts(NamedTuple):
         factors = factors.to(self.diagonal)
         return FisherParts(self.diagonal * factors.square(), None if self.vector is None else self.vector * factors)
 
+    def root(self) -> Tensor:
+        """Returns U (B, C, C) with `U Uᵀ = Λ = D - v vᵀ`: `√D (I - a w wᵀ)`, `w = v/√D`, `a wᵀw = 1 - √(1 - wᵀw)`."""
+        if self.vector is None:
+            return torch.diag_embed(self.diagonal.sqrt())
+        sides = (self.diagonal + self.vector.square()).sqrt()
+        w = torch.where(sides > 0, self.vector / sides, 0.0)
+        size = w.square().sum(1, keepdim=True)
+        part = (1 - (1 - size).clamp_min(0.0).sqrt()) / torch.where(size > 0, size, 1.0)
+        return torch.diag_embed(sides) - self.vector[:, :, None] * (part * w)[:, None]
+
 
 class Cotangents(ABC):
     """R combinations of the outputs of each sample: a record has their gradients `uᵀJ`, one backward pass for each."""

@@ -102,6 +102,8 @@ class Record(Mapping[str, BlockJacobian]):
         """Returns the object that sums one block over samples: its Jacobian, or `FisherSums` if Λ is in parts."""
         if self._parts is None:
             return self[name]
+        if self.tangent.plan.tail and not all(self.noted[i].is_output for i, *_ in self._uses[name]):
+            return self._changed(_parts=None, _u=self._parts.root())[name]  # the tail masks classes of this batch only
         layer = self._changed(_parts=None)[name]
         if not isinstance(layer, Outer) or not layer.is_output:
             raise outputs_moved_error(self.tangent, self.tangent.named_blocks[name].parameters[0])

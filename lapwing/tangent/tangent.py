@@ -181,8 +181,11 @@ class Tangent:
 
     @property
     def treats_one_layer(self) -> bool:
-        """Whether only one layer is treated, and it gives the outputs: ways without draws give the same variances."""
-        return len(self.plan.last) < 2 and self.treats_output_alone
+        """Whether only one layer is treated, and gives the outputs: ways without draws give the same variances.
+
+        A tail may contain `detach()`, which linearisation obeys and other ways do not.
+        """
+        return len(self.plan.last) < 2 and not self.plan.tail and self.treats_output_alone
 
     def gives_outputs(self, block: Block) -> bool:
         """Whether all uses of a block give the outputs."""

@@ -302,6 +302,60 @@ def test_masks_that_a_tail_adds_later_exclude_classes(far, monkeypatch):
     close(found, fit().predict(masked).probs)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("method", ["diagonal", "kfac", "full"])
+def test_masks_that_a_tail_adds_later_do_not_end_a_fit(heads, method, monkeypatch):
+    """The survey has seen no mask. The batch that has one needs backward passes."""
+
+    class Masked(Heads):
+        def forward(self, x):
+            h = super().forward(x) if heads == 2 else self.head(self.body(x).tanh()) / 2
+            never = torch.tensor([False, False, False, True, True])
+            return h + torch.zeros_like(h).masked_fill((x[:, :1] > 1) & never, -torch.inf)
+
+    model, (x, _) = Masked("mean"), data()
+    x[:7, 0], x[7:, 0], y = 0.0, 2.0, torch.arange(11) % 3
+    params = lw.matching("head.*", "second.*") if heads == 2 else lw.matching("head.*")
+    fit = lambda: lw.fit(model, batches(x, y), METHODS[method], params=params, prior_precision=0.5)  # noqa: E731
+    posterior = fit()
+    assert posterior.tangent.treats_output_alone
+    found = posterior.predict(x).probs
+    assert (found[7:, 3:] == 0).all()
+    without_tails(monkeypatch)
+    close(found, fit().predict(x).probs)
+
+
+@pytest.mark.parametrize("rows", [1, 11])
+def test_a_tail_with_detach_has_its_own_level_in_a_deployed_network(rows):
+    """Linearised predictions obey `detach`, and streamlined ones do not."""
+    model, (x, y) = Tailed(lambda h: 0.3 * h + 0.7 * h.detach()), data()
+    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
+    way = lw.deploy(posterior, x[:rows]).via
+    assert way.factor == pytest.approx(0.09)
+    close(posterior.predict(x, via=way).probs, posterior.predict(x).probs)
+
+
+def test_a_function_written_in_python_is_no_tail():
+    """Its name says nothing: this one mixes the entries."""
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            return h.flip(-1).cumsum(-1)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g.flip(-1).cumsum(-1)
+
+    x, _ = data(tokens=True)
+    assert not Tangent.survey(Tailed(Exp.apply), x, lw.last_layer).plan.tail
+
+
+def test_a_tail_that_overwrites_what_its_gradient_needs_is_named():
+    with pytest.raises(lw.LapwingError, match="overwrites a tensor"):
+        Tangent.survey(Tailed(lambda h: h.sigmoid().mul_(100)), data()[0], lw.last_layer)
+
+
 @pytest.mark.parametrize("case", ["bfloat16", "frozen", "one output"])
 def test_a_tail_of_other_networks(case, monkeypatch):
     """Half precision has three digits. A frozen network treats its last layer, and one output may have no axis."""
