@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 CHEAP_POSITIONS_FACTOR = 64
 """Factor by which `Reading.max_positions` records more positions if no position needs backward passes."""
+GOLDEN = 0.5 * (5**0.5 - 1)
+"""Multiples of the golden ratio, modulo 1, are spread evenly, and no grid has a column for all of them."""
 
 
 def records_of_positions(
@@ -34,7 +37,6 @@ def records_of_positions(
 ) -> Iterator[tuple[slice, Record]]:
     """Yields records of a layer that gives the outputs, with positions as samples, as `Tangent.records` does."""
     positions, start, recorded, most = tangent.positions, 0, reading.recorded, reading.max_positions
-    stride = 1 if most is None else -(-positions.count // (CHEAP_POSITIONS_FACTOR * most))
     inputs = max(block.matrix_shape[2] for block in tangent.blocks)
     columns = tangent.outputs if cotangents.columns is None else cotangents.columns
     numbers = 2 * inputs + 5 * columns * tangent.outputs + reading.scratch_per_sample
@@ -53,6 +55,7 @@ def records_of_positions(
                 f"The targets have {mask.numel() // chunk.samples} positions of a sample, and the outputs "
                 f"{len(f) // chunk.samples}, of shape {tuple(recording.shaped.shape)}. Pass one target for each."
             )
+        stride = 1 if most is None else _stride(-(-prod(sizes) // (CHEAP_POSITIONS_FACTOR * most)), sizes[-1])
         every = cotangents.columns is None and mask is None and stride == 1
         layers = use.use.position_uses(sizes, strip) if every else None
         if layers is None:
@@ -71,6 +74,14 @@ def records_of_positions(
             noted.is_output, noted.slopes = layer.is_product, slopes[0] if slopes else None
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
             yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
+
+
+def _stride(least: int, width: int) -> int:
+    """Returns the smallest step from `least` on that visits all columns of a grid, far from one step to the next."""
+    step = least
+    while step > 1 and (gcd(step, width) > 1 or (2 * step >= width > 8 and not 0.3 < step % width / width < 0.7)):
+        step += 1
+    return step
 
 
 def _parts(
@@ -105,18 +116,22 @@ def output_use(tangent: Tangent, recording: Recording, uses: Uses, differentiabl
 
 
 def by_position(
-    record: Record, rows: slice, max_positions: int | None, cotangents: Cotangents
+    record: Record, rows: slice, reading: Reading, cotangents: Cotangents
 ) -> Iterator[tuple[slice, Record]]:
-    """Yields a record with its own cotangents for each position, or for evenly spaced positions if they are more."""
+    """Yields a record with its own cotangents for each position, or for evenly spread positions if they are more."""
     outputs = record.tangent.outputs
     count = record.outputs.shape[1] // outputs
-    if max_positions is None and record.outputs.shape[1] > EXACT_OUTPUTS:
+    if reading.max_positions is None and record.outputs.shape[1] > EXACT_OUTPUTS:
         raise LapwingError(
             f"The network has {count} positions of {outputs} outputs for each sample, more than "
             f"{EXACT_OUTPUTS} in all, and each takes a backward pass. Pass via=lw.Linearized(draws=64), or treat the "
             "last layer alone: params=lw.last_layer."
         )
-    recorded = min(count, max_positions or count)
-    for which in (i * count // recorded for i in range(recorded)):
+    chosen = reading.chosen_from
+    places = range(count) if chosen is None or len(chosen) != count else chosen.nonzero()[:, 0].tolist()
+    if reading.max_positions is not None and len(places) > reading.max_positions:
+        spread = (int(len(places) * (i * GOLDEN % 1)) for i in range(reading.max_positions))
+        places = [places[i] for i in dict.fromkeys(spread)]
+    for which in places:
         columns = cotangents(record.outputs[:, :outputs])
         yield slice(rows.start * count + which, rows.stop * count, count), record.at_position(which, columns)

@@ -110,6 +110,7 @@ class Reading:
     scratch_per_sample: int = 0  # number of entries of the records' dtype that the reader needs per sample
     recorded: Tensor | None = None  # mask (B, T) of the positions to record if positions are samples; None means all
     max_positions: int | None = None  # of each input, times `CHEAP_POSITIONS_FACTOR` if positions are samples
+    chosen_from: Tensor | None = None  # mask (T,) of the positions to choose these from if positions are not samples
     variances_only: bool = False  # whether only variances of a layer that gives the outputs are read, no C² entries
 
 

@@ -320,7 +320,7 @@ class Tangent:
                 if bad:
                     bad.append(~record.outputs.isfinite().all(-1))
                 rows = slice(part.start + rows.start, part.start + rows.stop)
-                yield from by_position(record, rows, reading.max_positions, cotangents) if each else [(rows, record)]
+                yield from by_position(record, rows, reading, cotangents) if each else [(rows, record)]
         if bad:
             batches.check_rows(torch.cat(bad), "these inputs")
 

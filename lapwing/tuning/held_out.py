@@ -249,10 +249,12 @@ def candidate_latents(
     probed = reads == "scale" and not few and has_prior(first.covariance)
     cotangents = RandomCotangents(tangent.outputs, PROBES) if probed else EVERY_OUTPUT
     variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
-    reading = Reading(scratch, max_positions=SOME_POSITIONS, variances_only=variances_only)
     with torch.no_grad():
         for batch in loader:
             samples = Batch.of(tangent, Samples.of(batch).to(tangent.device))
+            counted = first.likelihood.labelled(samples.targets) if tangent.positions.several else None
+            chosen = None if counted is None else counted.flatten(1).any(0)
+            reading = Reading(scratch, None, SOME_POSITIONS, chosen, variances_only)
             for part, record in tangent.records(samples.inputs, cotangents, first.covariance.record_dtype, reading):
                 _, labels, weights = samples.targets_of_rows(record.sizes)
                 labels, weights = labels[part], None if weights is None else weights[part]

@@ -14,6 +14,7 @@ from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import FisherRoot
 from lapwing.network.positions import Positions
+from lapwing.tangent import EVERY_OUTPUT, Reading, Tangent
 from lapwing.tuning.held_out import sample_scores, spread_costs
 from tests import oracle
 from tests.conformance import close
@@ -400,3 +401,38 @@ def test_files_keep_their_keys_of_the_layout():
     data = {"axis": -1, "dims": 3, "outputs": 4, "count": 5, "direct": True, "joined": False}
     assert layout.to_json() == data
     assert Positions.from_json(data) == Positions.from_json({**data, "a later key": 1}) == layout
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (50, 64), (33, 128)], ids=str)
+@pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last", "everything"])
+def test_some_positions_are_not_a_column_of_the_map(sizes, params):
+    """Every column is as likely, also where the number of positions is a multiple of the width."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Tanh(), nn.Conv2d(2, 2, 1)).eval()
+    x = torch.randn(2, 1, *sizes)
+    tangent, count = Tangent.survey(model, x, params), sizes[0] * sizes[1]
+    most = 1 if params is lw.last_layer else 16  # 64 times as many of a last layer
+    records = tangent.records(x, EVERY_OUTPUT, None, Reading(max_positions=most))
+    read = torch.cat([torch.arange(2 * count)[rows] for rows, _ in records])
+    assert 20 <= len(read) <= 2 * 64
+    columns = read % sizes[1] / sizes[1]
+    rows = read % count // sizes[1] / sizes[0]
+    for part in (columns, rows):
+        assert len(part.unique()) >= 10
+        assert 0.35 < part.mean() < 0.65
+
+
+@pytest.mark.parametrize("tuned", ["held out", "training data"])
+def test_padding_takes_no_place_of_positions_that_count(tuned):
+    """Of many positions some are scored: those whose labels count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    model[2].weight.data *= 8  # overconfident
+    x, y, probabilities = torch.randn(24, 10, 3), torch.randint(3, (24, 10)), []
+    y[:, 6] = model(x)[:, 6].argmax(-1)  # the first position that even steps through 110 positions find
+    for padding in (0, 100):
+        xs = torch.cat([x, torch.zeros(24, padding, 3)], 1)
+        ys = torch.cat([torch.full((24, 1), -100), y[:, 1:], torch.full((24, padding), -100)], 1)
+        options = {"validation": (xs[12:], ys[12:])} if tuned == "held out" else {}
+        posterior = lw.fit(model, (xs[:12], ys[:12]), lw.KFAC(), **options)
+        probabilities.append(posterior.predict(xs).probs[:, :10])
+    close(probabilities[0], probabilities[1], 1e-2)
