@@ -450,6 +450,12 @@ def test_the_size_of_a_batch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert wanted.sum() == pytest.approx(float(again(x[:30])[1].sum()), 1e-4)
 
 
+def test_an_optimised_einsum_does_not_fix_the_number_of_samples() -> None:
+    pytest.importorskip("opt_einsum")  # BoTorch brings it
+    posterior, x = wide()
+    assert lw.deploy(posterior, x[:30])(x)[0].shape == (len(x), 1)
+
+
 def test_a_last_layer_keeps_its_variances_and_does_not_pay(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     posterior, x = wide(3, params=lw.last_layer)
     monkeypatch.setattr("lapwing.deployment.scale_factor", None)

@@ -19,6 +19,7 @@ from ..data.inputs import Inputs, Samples
 from ..data.progress import tracked
 from ..errors import LapwingError, extra
 from ..likelihoods import Likelihood, Prediction
+from ..likelihoods.targets import which_count
 from ..linalg import doubled
 from ..tuning.matrix_scaling import chosen_map
 from ..tuning.search import golden_section
@@ -225,7 +226,7 @@ def evaluated(
         prediction, targets = timings[-1][0], samples.targets
         numbers = samples.start + torch.arange(samples.count)
         values.append(_entries(prediction, targets, numbers))
-        known.append(scores_of(prediction, names))
+        known.append(_of_counted(scores_of(prediction, names), prediction, targets))
         if keep:
             rows.append(_as_rows(prediction, targets, numbers))
         plain += min(forward for _, forward, _ in timings)
@@ -303,6 +304,13 @@ def scores_of(prediction: Any, names: Iterable[str]) -> Scores:
     return {name: doubled(part.uncertainty(name).detach()).cpu() for name in names}
 
 
+def _of_counted(scores: Scores, prediction: Any, targets: Any) -> Scores:
+    """Returns the scores of inputs or positions whose labels count: not those of padding, for instance."""
+    ignored = getattr(getattr(prediction, "rows", prediction), "ignore_index", None)
+    counted = None if ignored is None else which_count(targets, ignored)
+    return scores if counted is None else {name: value[counted.flatten().cpu()] for name, value in scores.items()}
+
+
 def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool) -> tuple[str, Evaluated, str] | None:
     """Returns the network with a temperature or noise variance from held-out data: the row's name, run and note.
 
@@ -330,6 +338,7 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool) -> tuple
         value[half] = of_odd[name][half]
     known, scores_of_odd = (scores_of(run, network.known) for run in runs)
     known = {name: torch.where(odd.cpu(), scores_of_odd[name], known[name]) for name in known}
+    known = _of_counted(known, runs[0], targets)
     middle = halves[0] if matrix else change(math.sqrt(chosen[0] * chosen[1]))
     foreign = {
         name: _concatenated([scores_of(middle.predict(without_spread(rows)), network.known) for rows in parts])

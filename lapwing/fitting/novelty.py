@@ -22,6 +22,7 @@ from ..data.inputs import Inputs, checked
 from ..errors import LapwingError, check_choice, check_flag
 from ..files import prefixed, read_safetensors, under, write_safetensors
 from ..likelihoods import Likelihood
+from ..likelihoods.targets import which_count
 from ..linalg import doubled, placed
 from ..network.entry import outside_modes
 from ..network.stamp import Stamp, fingerprint
@@ -234,7 +235,8 @@ def novelty(
     y and the weights: *seen, but undecided*. With held-out data each score has a p-value, and the smaller one decides:
     see `p_value`, `alarm` and `why` of the detector.
 
-    z are the features: the inputs of the last layer, which must be linear or a convolution, averaged over positions.
+    z are the features: the inputs of the last layer, which must be linear or a convolution, averaged over positions,
+    padding too.
 
     - "mahalanobis": distance to the nearest class, minus distance to all data (relative Mahalanobis distance):
       `min_c (z-μ_c)ᵀ Σ⁻¹ (z-μ_c) - (z-μ_0)ᵀ Σ_0⁻¹ (z-μ_0)`, with the class means μ_c, their pooled covariance Σ, and
@@ -284,6 +286,12 @@ def novelty(
     forward = posterior.tangent.call.forward if posterior and forward is None else forward
     tangent = Tangent.survey(network, data.first.inputs, last_layer, forward, targets=data.first.targets)
     check_same_network(tangent.model)
+    ignored = getattr(posterior and posterior.likelihood, "ignore_index", -100)
+    if tangent.positions.several and which_count(data.first.targets, ignored) is not None:
+        log.warning(
+            "The scores of a detector join all positions of an input, also those of padding: its p-values hold for "
+            "inputs that are padded to the lengths of the held-out ones."
+        )
     known = None if held_out is None else Data(held_out, network, columns=data.columns)
     if known is not None:
         batches.check_loader(known.loader, "lw.novelty(held_out=...)")

@@ -207,13 +207,14 @@ def _as_new(posterior: Posterior, latent: AnyLatent) -> Tensor:
     if latent.draws is not None or not whole:
         return latent.variance
     matrix, root = doubled(latent.covariance), doubled(posterior.likelihood.fisher_root(latent.mean))
+    scale = posterior.scale.of_curvature * float(posterior.statistics["weight"]) / posterior.samples  # of a mean weight
     through = matrix @ root  # V R (n, C, R)
-    values, vectors = torch.linalg.eigh(posterior.scale.of_curvature * (root.mT @ through))
+    values, vectors = torch.linalg.eigh(scale * (root.mT @ through))
     seen = effective_parameters(covariance, posterior.prior) / (posterior.samples * values.shape[1])
     if not 0 < seen < 1 or values.mean() > seen / (1 - seen) ** 0.5:
         return latent.variance
     left_out = (through @ vectors).square() / (1 - values.clamp(0, MAX_LEVERAGE)).unsqueeze(1)
-    return matrix.diagonal(dim1=1, dim2=2) + posterior.scale.of_curvature * left_out.sum(-1)
+    return matrix.diagonal(dim1=1, dim2=2) + scale * left_out.sum(-1)
 
 
 def _score_of(

@@ -133,6 +133,16 @@ def test_files(by: Any, tmp_path: Path) -> None:
     refused(lambda: detector(FAR), "has changed since")
 
 
+def test_padding_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).eval()
+    x, y = torch.randn(80, 5, 3), torch.randint(3, (80, 5))
+    lw.novelty(model, (x, y))
+    assert "padding" not in caplog.text
+    y[:, 3:] = -100
+    lw.novelty(model, (x, y))
+    assert "padded to the lengths of the held-out ones" in caplog.text
+
+
 def test_labels_of_a_dict_are_left_out() -> None:
     named = Net(lambda net, x: net.inner(x), inner=network()).eval()
     detector = lw.novelty(named, [{"x": X, "labels": Y}])

@@ -393,7 +393,18 @@ def test_compare_counts_positions():
     keep = y != -100
     right = (model(x).argmax(1) == y)[keep].double().mean()
     assert table["network"]["accuracy"] == pytest.approx(float(right))
-    assert "other: AUROC by MI" in table["KFAC"]
+    posterior, other = lw.fit(model, loader), loader[1][0]
+    inside, outside = (posterior.predict(each).mutual_information().flatten() for each in (x, other))
+    inside = inside[keep.flatten()]
+    above = (outside[:, None] > inside).double() + 0.5 * (outside[:, None] == inside).double()
+    assert table["KFAC"]["other: AUROC by MI"] == pytest.approx(float(above.mean()), abs=1e-6)
+    plain = model(x).softmax(1).movedim(1, -1)[keep]
+    entropy, far = (
+        torch.special.entr(p).sum(-1) for p in (plain, model(other).softmax(1).movedim(1, -1).flatten(0, -2))
+    )
+    assert table["network"]["other: AUROC by entropy"] == pytest.approx(
+        float((far[:, None] > entropy).double().mean()), abs=1e-6
+    )
 
 
 def test_files_keep_their_keys_of_the_layout():

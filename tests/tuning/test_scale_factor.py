@@ -402,10 +402,13 @@ def small_task(likelihood):
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3)], ids=["classes", "regression"])
-def test_training_rows_count_as_rows_that_the_fit_has_not_seen(likelihood):
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_training_rows_count_as_rows_that_the_fit_has_not_seen(likelihood, weight):
     """The variance of each row is that of a fit without it, at the same weights, prior and noise."""
     model, x, y = small_task(likelihood)
-    fit = lambda rows: lw.fit(model, (x[rows], y[rows]), lw.Full(), likelihood=likelihood, prior_precision=2.0)  # noqa: E731
+    known = () if weight is None else (torch.full((8,), weight).double(),)
+    options = {"likelihood": likelihood, "prior_precision": 2.0, "sample_weights": weight is not None}
+    fit = lambda rows: lw.fit(model, [tuple(part[rows] for part in (x, y, *known))], lw.Full(), **options)  # noqa: E731
     posterior, every = fit(slice(None)), torch.arange(8)
     wanted = torch.cat([fit(every != n).latent(x[n : n + 1]).variance for n in range(8)])
     close(_as_new(posterior, posterior.latent(x)), wanted)

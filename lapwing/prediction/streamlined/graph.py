@@ -170,14 +170,17 @@ def _exported(wrapped: nn.Module, inputs: Inputs, dynamic: bool) -> ExportedProg
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Turns off fused fast paths, which have no graph, and what torch warns and logs about exports."""
+    """Turns off fused fast paths, which have no graph, and what torch warns and logs about exports.
+
+    Also the search of opt_einsum, which reads the number of samples of the example: a graph would hold for it only.
+    """
     fast, loggers = torch.backends.mha.get_fastpath_enabled(), list(map(logging.getLogger, ("torch.onnx", "onnx_ir")))
     levels = [logger.level for logger in loggers]
     torch.backends.mha.set_fastpath_enabled(False)
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.backends.opt_einsum.flags(enabled=False):
             warnings.simplefilter("ignore")
             yield
     finally:
