@@ -54,7 +54,8 @@ class BoundedEvidence(Tuning):
     left out with all its positions. All trained weights count in networks of at most a million weights, most of them
     with a layer family, otherwise the treated ones. Freeze the weights that other data trained (`requires_grad`). Then
     the training residuals decide on the noise and the tails of predictions (see `Gaussian`). The mean of the noise over
-    the training data is σ².
+    the training data is σ². If left-out targets of several outputs have surely unequal widths, in units of their noise
+    ratios, each output has the noise that its own width needs: one squared error overfits the noisiest most.
 
     A prior precision that the user gave is kept, and so is a covariance that chose its own prior (`SampledLLA`,
     `MeanField`): then σ² makes the width. If the user gave σ², the evidence chooses the prior precision.

@@ -22,7 +22,7 @@ from ..posterior.tuned import Training, evenly_spaced_batches
 from ..prediction.aim import DEFAULT_AIM, Aim
 from ..prediction.linearized import default_way
 from ..tangent.features import last_layer_of, outputs_and_features
-from .noise_shape import SHAPE_ROWS, ResidualRows, at_level, chosen
+from .noise_shape import SHAPE_ROWS, ResidualRows, at_level, chosen, constant
 
 log = logging.getLogger("lapwing")
 
@@ -50,13 +50,14 @@ def rows_wanted(posterior: Posterior) -> int:
 
 def with_noise_of_residuals(
     posterior: Posterior, training: Training, held_out: Iterable[Samples] | None = None, aim: Aim = DEFAULT_AIM,
-    former: Any = None,
+    former: Any = None, noises: Tensor | None = None,
 ) -> Posterior:  # fmt: skip
     """Returns the posterior with the noise and the tails that predict left-out residuals best, or unchanged.
 
     With held-out rows the covariance of the outputs may get another factor s: δ/s and s σ², if both are open. A noise
     variance that the user gave is kept. Heads of `lw.Joint` share the covariance, which stays. Without the training
-    data (for `Posterior.update`) the likelihood before the tuning, `former`, has the shape of the noise.
+    data (for `Posterior.update`) the likelihood before the tuning, `former`, has the shape of the noise. `noises` are
+    one σ² for each of several outputs (C,), in units of their noise ratios, for new rows.
 
     Cost: a forward pass of `rows_wanted` training rows, and predictions of the held-out rows.
     """
@@ -70,11 +71,16 @@ def with_noise_of_residuals(
     known = None if held_out is None else _rows(posterior, held_out, layer, aim)
     for part in parts:
         train, noise = every.of(part.columns), part.likelihood.noise
+        several = noises is not None and part.key is None and not part.fixed
+        if noises is not None and several:
+            part = part._replace(floor=part.likelihood.ratios(noises.to(part.floor)) * noises.to(part.floor))
         rows = None if known is None else known.of(part.columns)
         if part.fixed:  # any rows show the tails
             train, rows, noise = rows or train, None, "constant"
         df, may_stay = part.likelihood.tails_to_fit
         found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled) if len(train.features) else None
+        if found is None and several and len(train.features):
+            found = constant(train, part.floor)
         if found is not None and part.fixed:  # also far from the data
             found = replace(found, offset=part.floor.log(), whitening=found.whitening[:, :1] * 0)
         if found is not None:

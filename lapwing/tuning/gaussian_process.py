@@ -5,7 +5,7 @@ Its kernel is decomposed once. Everything is then a function of δσ², at the b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -41,6 +41,7 @@ class LeaveOneOut:
     share_explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
     variance_of_draws: float = 0.0  # mean variance at the δ and σ² of exact draws; 0 for other posteriors
     weight: float = 1.0  # mean weight of a sample and its copies; here weights are relative to it
+    of_outputs: Tensor = field(default_factory=lambda: torch.ones(1))  # widths of outputs, over s (C,)
 
     def width_at_unseen_inputs(self, training_variance: float) -> float:
         """Estimates the variance of a posterior's predictions at unseen inputs from its variance at training inputs.
@@ -158,7 +159,7 @@ class Process:
         noise = float(scale * self.unit * 10**log10)
         spectrum = scale * spectrum
         # 2. mean left-out variance and squared error, by n samples
-        variance, error = self._means(noise, *self._moments(spectrum, labels))
+        (variance, error), of_outputs = self._means(noise, *self._moments(spectrum, labels))
         # 3. the ratio of the learning curve at all targets of N samples to that at the targets of the kernel
         growth = self.outputs_per_pair * size / len(self.same)
         ratio = learning_curve(scale * self.values, noise, growth, self.total)
@@ -167,6 +168,7 @@ class Process:
         return LeaveOneOut(
             ratio * max(variance, error), variance, training_variance, ratio, 1 / float(scale), noise,
             len(self.same), self.weights, (training_variance / noise - 1) / growth, weight=self.weight,
+            of_outputs=of_outputs,
         )  # fmt: skip
 
     def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,17 +185,25 @@ class Process:
             errors[rows[counted]] = (left @ weighted[rows][..., None])[..., 0][counted].square()
         return variances, errors
 
-    def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[float, float]:
-        """Returns the mean variance and squared error per target, from pairs (M,), without a few far samples."""
-        # 1. for each sample Σ w, Σ w v and Σ w e² over its pairs; rows were multiplied by √w
-        parts = [part.unflatten(0, (len(self.same), -1)).sum(1) for part in (self.counts, variances - noise, errors)]
-        widths = noise + parts[1] / parts[0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
+    def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[tuple[float, float], Tensor]:
+        """Returns the mean variance and squared error per target, from pairs (M,), without a few far samples.
+
+        Also the larger one for the targets of each output, over the one of all (C,).
+        """
+        # 1. Σ w, Σ w v and Σ w e² over the pairs of a sample (n, 3); rows were multiplied by √w
+        pairs = torch.stack([self.counts, variances - noise, errors], 1)
+        parts = pairs.unflatten(0, (len(self.same), -1)).sum(1)
+        widths = noise + parts[:, 1] / parts[:, 0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
         # 2. means over the samples that are not far
         far = widths > FAR_VARIANCE * widths.median()
         if self.outputs_per_pair == 1 and far.double().mean() <= MAX_FAR_PART:
-            parts = [part[~far] for part in parts]
-        count, spread, error = (float(part.sum()) for part in parts)
-        return noise + spread / count, error / count
+            pairs = pairs * ~far.repeat_interleave(len(pairs) // len(far))[:, None]
+        # 3. of all pairs, and of those of each output
+        sums = torch.cat([pairs.sum(0, keepdim=True), (self.constants != 0).to(pairs).T @ pairs])  # (1 + C, 3)
+        count, spread, error = sums.clamp_min(0.0).T
+        means = torch.stack([noise + spread / count, error / count])  # (2, 1 + C)
+        widths = means.amax(0)
+        return (float(means[0, 0]), float(means[1, 0])), (widths[1:] / widths[0]).nan_to_num(1.0)  # without targets
 
 
 def learning_curve(values: Tensor, noise_variance: float, factor: float, total: float) -> float:

@@ -330,6 +330,14 @@ def means_over_samples(
     return (totals / counts).tolist()
 
 
+def variances_of_outputs(posterior: Posterior, parts: Iterable[Samples]) -> Tensor:
+    """Returns the mean variance `J_n Σ J_nᵀ` of each output (C,), in units of its noise ratio."""
+    means = []
+    for _, one, latent, *_ in candidate_latents([posterior], lambda one: [one], parts, "variances"):
+        means.append(doubled(latent.variance) / one.likelihood.ratios(doubled(latent.mean)))
+    return torch.cat(means).mean(0)
+
+
 def at_exponents(exponents: Sequence[float]) -> Candidates:
     """Returns the candidates at scalar δ = 10^exponent, or only the posterior itself if there are no exponents."""
     return lambda posterior: [posterior.at(10**exponent) for exponent in exponents] or [posterior]

@@ -173,6 +173,11 @@ def at_level(noise: InputNoise, rows: ResidualRows, df: float | None, scaled: bo
     return replace(noise, offset=offset[0], spread=float(spread), df=found)
 
 
+def constant(rows: ResidualRows, floor: Tensor) -> InputNoise:
+    """Returns normal noise with the variances `floor` (C,) at all inputs."""
+    return replace(shapes(rows, floor, RIDGES[:1], math.inf)[0], offset=floor.log())
+
+
 def shapes(
     rows: ResidualRows, floor: Tensor, ridges: Sequence[float] = RIDGES, df: float = SHAPE_DF
 ) -> list[InputNoise]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from ..posterior import Posterior
 from ..posterior.tuned import Training, evenly_spaced_batches
 from .fitted_noise import with_noise_of_residuals
 from .gaussian_process import LeaveOneOut
-from .held_out import WIDTH_OUTPUTS, means_over_samples
+from .held_out import WIDTH_OUTPUTS, means_over_samples, variances_of_outputs
 from .input_process import width_by_inputs
 from .leave_one_out import leave_one_out
 from .search import crossing, evenly
@@ -27,6 +28,8 @@ log = logging.getLogger("lapwing")
 
 MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
 SAMPLES = 2000  # default of the maximum number of training samples that the width is computed from
+UNEVEN, UNEVEN_ERRORS = 1.5, 3.0  # least ratio of widths of two outputs, and standard errors, for noises of their own
+LEAST_PART = 0.1  # least noise variance of an output, as a fraction of σ² times its ratio
 LOWEST_NOISE = 1e-6  # lower bound of σ², as a fraction of the width of predictions
 TOO_LITTLE_NOISE = 0.4  # σ² is too small below this fraction of `least`, the σ² of the exact posterior
 NOISE_OF_RESIDUAL = 0.5  # lower bound of `least`, as a fraction of the mean squared residual
@@ -96,7 +99,13 @@ def with_left_out_width(
     posterior = posterior.with_noise(noise) if keeps_prior else posterior.at(precision, noise)
     if samples < SAMPLES:  # the user wants to read few rows
         training = replace(training, loader=parts, chosen=True)
-    return with_noise_of_residuals(posterior, training)
+    noises, least = None, max(math.log(UNEVEN), UNEVEN_ERRORS * (4 / exact.samples) ** 0.5)
+    low, high = exact.of_outputs.log().aminmax()
+    if float(high - low) > least and len(exact.of_outputs) == posterior.tangent.outputs:
+        # 5. for outputs of surely unequal widths s_k: the noise that their mean variances v_k leave of them (C,)
+        noises = width * exact.of_outputs - variances_of_outputs(posterior, parts).to(exact.of_outputs)
+        noises = noises.clamp_min(LEAST_PART * noise)
+    return with_noise_of_residuals(posterior, training, noises=noises)
 
 
 def _checked_width(

@@ -750,6 +750,13 @@ def test_left_out_width_against_a_process_refitted_without_each_sample(outputs, 
     assert (found.learning_ratio == 1) is (count == 30)
     assert found.width == pytest.approx(found.learning_ratio * max(sum(variances), sum(errors)) / len(pairs), rel=1e-6)
     assert found.variance == pytest.approx(sum(variances) / len(pairs), rel=1e-6)
+    of_output = lambda values, k: [v for v, (_, output) in zip(values, pairs, strict=True) if output == k]  # noqa: E731
+    widths = [max(sum(of_output(part, k)) for part in (variances, errors)) for k in range(outputs)]
+    counts = [len(of_output(errors, k)) for k in range(outputs)]
+    overall = max(sum(variances), sum(errors)) / len(pairs)
+    wanted = [total / count / overall for total, count in zip(widths, counts, strict=True) if count]
+    if len(wanted) == len(found.of_outputs):  # not if few rows have the same output
+        assert found.of_outputs.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.quick(2)
@@ -913,3 +920,29 @@ def test_each_pixel_of_the_kernel_costs_a_backward_pass(monkeypatch):
     for rows, weights in ((20 * 64, 45), (20 * 64 - 1, 5)):
         monkeypatch.setattr("lapwing.tuning.leave_one_out.MAX_MULTIPLY_ADDS", each * rows)
         assert leave_one_out(fitted, [(x, x)]).weights == weights
+
+
+@pytest.mark.parametrize("case", ["unequal noise", "few known targets"])
+def test_each_output_has_the_noise_of_its_own_left_out_targets(case):
+    """One squared error overfits the noisiest output most, and the output with the fewest targets."""
+    torch.manual_seed(1)
+    x, part = torch.randn(1000, 4), torch.tensor([0.99, 0.9, 0.5, 0.1]) if case == "unequal noise" else 0.9
+    signal = (x @ torch.randn(4, 4)).tanh()
+    signal = (signal - signal.mean(0)) / signal.std(0)
+    y = torch.as_tensor(part).sqrt() * signal + (1 - torch.as_tensor(part)).sqrt() * torch.randn(1000, 4)
+    targets = y[:200].clone()
+    if case == "few known targets":
+        targets[14:, 3] = math.nan
+    known = ~targets.isnan()
+    model = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+    optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(400):
+        optimiser.zero_grad()
+        ((model(x[:200]) - targets.nan_to_num()).square() * known).sum().div(known.sum()).backward()
+        optimiser.step()
+    for tune in (lw.BoundedEvidence(), lw.Refit(steps=200)):
+        posterior = lw.fit(model.eval(), (x[:200], targets), likelihood=lw.Gaussian(missing=True), tune=tune)
+        low, high = posterior.predict(x[200:]).interval(0.9)
+        coverage = ((y[200:] >= low) & (y[200:] <= high)).float().mean(0)
+        assert coverage.min() > 0.75
+        assert coverage[3] > 0.8
