@@ -41,7 +41,8 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     """One likelihood for each head of a network: `log p(y|f) = Σ_k log p_k(y_k|f_k)`; Λ has a block for each head.
 
     Outputs are one tensor (B, C); join others by `forward=`. Batches are `(x, {key: targets (B,) or (B, K)})`, and NaN
-    means missing, for labels too. Predictions are dicts by key: `posterior.predict(x)["box"].interval(0.9)`.
+    means missing, for labels too, but not for counts. Predictions are dicts by key, such as
+    `posterior.predict(x)["box"].interval(0.9)`.
 
     An open noise variance of a Gaussian head is the mean squared residual of the data in `validation=`, or else of the
     training data, which takes one more forward pass. `lw.Validation` then chooses the noise variance or the logit

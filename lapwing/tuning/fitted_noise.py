@@ -71,7 +71,7 @@ def with_noise_of_residuals(
     known = None if held_out is None else _rows(posterior, held_out, layer, aim)
     for part in parts:
         train, noise = every.of(part.columns), part.likelihood.noise
-        several = noises is not None and part.key is None and not part.fixed
+        several = noises is not None and part.key is None and not part.fixed and noise != "constant"
         if noises is not None and several:
             part = part._replace(floor=part.likelihood.ratios(noises.to(part.floor)) * noises.to(part.floor))
         rows = None if known is None else known.of(part.columns)

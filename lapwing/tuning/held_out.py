@@ -332,10 +332,11 @@ def means_over_samples(
 
 def variances_of_outputs(posterior: Posterior, parts: Iterable[Samples]) -> Tensor:
     """Returns the mean variance `J_n Σ J_nᵀ` of each output (C,), in units of its noise ratio."""
-    means = []
+    sums, rows = [], 0
     for _, one, latent, *_ in candidate_latents([posterior], lambda one: [one], parts, "variances"):
-        means.append(doubled(latent.variance) / one.likelihood.ratios(doubled(latent.mean)))
-    return torch.cat(means).mean(0)
+        sums.append((doubled(latent.variance) / one.likelihood.ratios(doubled(latent.mean))).sum(0))
+        rows += len(latent.mean)
+    return torch.stack(sums).sum(0) / rows
 
 
 def at_exponents(exponents: Sequence[float]) -> Candidates:
