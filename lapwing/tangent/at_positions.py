@@ -79,7 +79,7 @@ def records_of_positions(
 def _stride(least: int, width: int) -> int:
     """Returns the smallest step from `least` on that visits all columns of a grid, far from one step to the next."""
     step = least
-    while step > 1 and (gcd(step, width) > 1 or (2 * step >= width > 8 and not 0.3 < step % width / width < 0.7)):
+    while step > 1 and (gcd(step, width) > 1 or (2 * step >= width > 8 and not 0.25 <= step % width / width <= 0.75)):
         step += 1
     return step
 

@@ -15,6 +15,7 @@ from lapwing.methods import problem as problem_module
 from lapwing.methods.problem import FisherRoot
 from lapwing.network.positions import Positions
 from lapwing.tangent import EVERY_OUTPUT, Reading, Tangent
+from lapwing.tangent.at_positions import _stride
 from lapwing.tuning.held_out import sample_scores, spread_costs
 from tests import oracle
 from tests.conformance import close
@@ -447,3 +448,11 @@ def test_padding_takes_no_place_of_positions_that_count(tuned):
         posterior = lw.fit(model, (xs[:12], ys[:12]), lw.KFAC(), **options)
         probabilities.append(posterior.predict(xs).probs[:, :10])
     close(probabilities[0], probabilities[1], 1e-2)
+
+
+def test_steps_through_positions_exist_for_every_width_and_visit_its_columns():
+    for width in (1, 2, 3, 8, 9, 10, 12, 30, 64, 210, 1000, 1024):
+        for least in (1, 2, width // 2 + 1, width, 3 * width):
+            step = _stride(least, width)
+            assert least <= step <= least + max(width, 2)
+            assert step == 1 or len({i * step % width for i in range(width)}) == width
