@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from ..jacobian.layers.use import Use
 from ..network.positions import EXACT_OUTPUTS
 from ..network.recording_plan import Uses
 from ..network.tracing import RecordedUse, Recording, find_output
-from .cotangents import Cotangents, Reading
+from .cotangents import EVERY_OUTPUT, Cotangents, Reading
 from .record import Record, outputs_moved_error
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ def records_of_positions(
         recording, uses = tangent.traced(chunk)
         use, sizes = output_use(tangent, recording, uses, differentiable), recording.sizes
         patches = None if use is None else use.use.position_inputs(sizes, step)
+        if use is None and tangent.plan.tail and cotangents is EVERY_OUTPUT and recorded is None and most is None:
+            inner = replace(positions, rows_are_positions=False)  # the tail masks classes of this chunk only
+            general = replace(tangent, call=replace(tangent.call, layout=inner))
+            for rows, record in general.records(chunk, cotangents, dtype, reading):
+                yield slice(start + rows.start, start + rows.stop, rows.step), record
+            start += chunk.samples * prod(sizes)
+            continue
         if use is None or patches is None:
             raise outputs_moved_error(tangent, next(iter(tangent.parameters)))
         f, mask = positions.rows(recording.shaped), None if recorded is None else recorded[part].flatten()

@@ -325,6 +325,29 @@ def test_masks_that_a_tail_adds_later_do_not_end_a_fit(heads, method, monkeypatc
     close(found, fit().predict(x).probs)
 
 
+@pytest.mark.parametrize("batch", [4, 11])
+def test_masks_of_tokens_that_a_tail_adds_later_need_backward_passes(batch, monkeypatch):
+    """Some texts of a loader have masked classes, and others have none."""
+
+    class Masked(Tailed):
+        def forward(self, x):
+            h = super().forward(x)
+            never = torch.tensor([False, False, False, True, True])
+            return h + torch.zeros_like(h).masked_fill((x[..., :1] > 50) & never, -torch.inf)
+
+    model, (x, y) = Masked(TAILS["temperature"]), data(tokens=True)
+    fit = lambda: lw.fit(model, batches(x, y), lw.Diagonal(), params=lw.last_layer, prior_precision=0.5)  # noqa: E731
+    posterior = fit()
+    assert posterior.tangent.positions.rows_are_positions
+    new = x.clone()
+    new[1, 2] += 100
+    new[6, :3] += 100
+    found = posterior.predict(list(new.split(batch))).probs
+    assert (found[6, :3, 3:] == 0).all()
+    without_tails(monkeypatch)
+    close(found, fit().predict(new, via=lw.Linearized()).probs)
+
+
 @pytest.mark.parametrize("rows", [1, 11])
 def test_a_tail_with_detach_has_its_own_level_in_a_deployed_network(rows):
     """Linearised predictions obey `detach`, and streamlined ones do not."""
