@@ -289,8 +289,8 @@ def novelty(
     ignored = getattr(posterior and posterior.likelihood, "ignore_index", -100)
     if tangent.positions.several and which_count(data.first.targets, ignored) is not None:
         log.warning(
-            "The scores of a detector join all positions of an input, also those of padding: its p-values hold for "
-            "inputs that are padded to the lengths of the held-out ones."
+            "The scores of a detector join all positions of an input, and padding too. So its p-values hold for inputs "
+            "that are padded to the lengths of the held-out ones."
         )
     known = None if held_out is None else Data(held_out, network, columns=data.columns)
     if known is not None:

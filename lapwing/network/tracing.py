@@ -238,9 +238,9 @@ def reaches(start: Node, ends: Container[Node]) -> bool:
 def find_output(uses: Iterable[RecordedUse], outputs: Tensor, differentiable: bool) -> None:
     """Marks the uses whose outputs h give the network's output f through a tail: `f = φ(h)` entry by entry.
 
-    The Jacobian of f is the one of h with rows times the slopes `∂φ/∂h`, which keep their graph if `differentiable`.
-    Such last layers need no backward pass for each output. Examples are a temperature, and the mean of two heads. A
-    single use without a tail has no slopes. Cost: a backward pass of the tail.
+    Row c of the Jacobian of f is row c of the Jacobian of h times the slope `∂φ_c/∂h_c`. Slopes keep their graph if
+    `differentiable`. So such a last layer needs no backward pass for each output. Examples of tails are a temperature
+    and the mean of two heads. A single layer without a tail has no slopes. Cost: a backward pass of the tail.
     """
     ends = {use.edge.node: use for use in uses if use.out.shape == outputs.shape}
     ahead, met, found = [outputs.grad_fn], set[Node | None](), dict[Node, RecordedUse]()

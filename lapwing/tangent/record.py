@@ -29,7 +29,6 @@ from ..jacobian.blocks import Block, Matrix, Vectors, split
 from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..jacobian.layers.embedding import TiedTable
-from ..jacobian.outer import Outer
 from ..linalg import double_device, joined, total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.probe import PROBED_SAMPLES
@@ -102,11 +101,11 @@ class Record(Mapping[str, BlockJacobian]):
         """Returns the object that sums one block over samples: its Jacobian, or `FisherSums` if Λ is in parts."""
         if self._parts is None:
             return self[name]
-        if self.tangent.plan.tail and not all(self.noted[i].is_output for i, *_ in self._uses[name]):
+        if not all(self.noted[i].is_output for i, *_ in self._uses[name]):
+            if not self.tangent.plan.tail:
+                raise outputs_moved_error(self.tangent, self.tangent.named_blocks[name].parameters[0])
             return self._changed(_parts=None, _u=self._parts.root())[name]  # the tail masks classes of this batch only
-        layer = self._changed(_parts=None)[name]
-        if not isinstance(layer, Outer) or not layer.is_output:
-            raise outputs_moved_error(self.tangent, self.tangent.named_blocks[name].parameters[0])
+        layer: Any = self._changed(_parts=None)[name]
         return FisherSums(layer, *(self._parts if layer.slopes is None else self._parts.times(layer.slopes)))
 
     def __getitem__(self, name: str) -> BlockJacobian:

@@ -102,7 +102,7 @@ def with_left_out_width(
     noises, least = None, max(math.log(UNEVEN), UNEVEN_ERRORS * (4 / exact.samples) ** 0.5)
     low, high = exact.of_outputs.log().aminmax()
     if float(high - low) > least and len(exact.of_outputs) == posterior.tangent.outputs:
-        # 5. for outputs of surely unequal widths s_k: the noise that their mean variances v_k leave of them (C,)
+        # 5. if outputs surely have unequal widths s_k: the noise s_k - v_k (C,), for the mean variance v_k of f_k
         noises = width * exact.of_outputs - variances_of_outputs(posterior, parts).to(exact.of_outputs)
         noises = noises.clamp_min(LEAST_PART * noise)
     return with_noise_of_residuals(posterior, training, noises=noises)

@@ -207,7 +207,8 @@ def _as_new(posterior: Posterior, latent: AnyLatent) -> Tensor:
     if latent.draws is not None or not whole:
         return latent.variance
     matrix, root = doubled(latent.covariance), doubled(posterior.likelihood.fisher_root(latent.mean))
-    scale = posterior.scale.of_curvature * float(posterior.statistics["weight"]) / posterior.samples  # of a mean weight
+    mean_weight = float(posterior.statistics["weight"]) / posterior.samples
+    scale = posterior.scale.of_curvature * mean_weight  # s of a row
     through = matrix @ root  # V R (n, C, R)
     values, vectors = torch.linalg.eigh(scale * (root.mT @ through))
     seen = effective_parameters(covariance, posterior.prior) / (posterior.samples * values.shape[1])
