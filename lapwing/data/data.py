@@ -28,6 +28,7 @@ from ..errors import LapwingError, shown
 from . import batches
 from .frames import Columns, as_loader, columns_of
 from .inputs import Inputs, Samples
+from .progress import tracked
 
 log = logging.getLogger("lapwing")
 
@@ -178,6 +179,15 @@ class Data:
         return sampler_size(self.loader) if known is None and isinstance(self.loader, DataLoader) else known
 
     @cached_property
+    def _counted(self) -> int:
+        """Number of samples that the loader shows; the first access reads it."""
+        return sum(samples.count for samples in tracked(self, "samples"))
+
+    def count(self) -> int:
+        """Returns `expected_size`, or N if that is None and N is given; else reads the loader once to count n."""
+        return self.expected_size or self._data_size or self._counted
+
+    @cached_property
     def sizes(self) -> list[list[int]]:
         """Sizes of the batches of each rank. The first access is collective, and reads a loader of unknown size."""
         loader, count = self.loader, known_size(self.loader)
@@ -206,12 +216,6 @@ class Data:
         whole = isinstance(loader, DataLoader) and type(loader.sampler) in (RandomSampler, SequentialSampler)
         return loader.dataset if whole else loader
 
-    def warn_of_unseen(self, shown: int | None) -> None:
-        """Warns if a data loader shows `shown` samples, fewer than its data set has, or shows each once per worker."""
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if shown is not None and not distributed and isinstance(self.loader, DataLoader):
-            _warn_of_unseen(self.loader, shown)
-
 
 def _other_keys(found: Any, wanted: Any) -> LapwingError:
     return LapwingError(
@@ -222,7 +226,10 @@ def _other_keys(found: Any, wanted: Any) -> LapwingError:
     )
 
 
-def _warn_of_unseen(loader: DataLoader, shown: int) -> None:
+def warn_of_unseen(loader: DataLoader, shown: int) -> None:
+    """Warns if a data loader shows `shown` samples, fewer than its data set has, or shows each once per worker."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # each process has its share
+        return
     try:
         total = len(loader.dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -103,20 +103,18 @@ class Inputs:
         return {i: leaf for i, leaf in numbered if isinstance(leaf, Tensor) and not self._is_shared(leaf)}
 
     def take(self, rows: slice | Tensor) -> Inputs:
-        """Returns the inputs of some samples."""
-
-        def texts(value: Any) -> bool:
-            return (
-                isinstance(value, list) and len(value) == self.samples and all(isinstance(text, str) for text in value)
-            )
+        """Returns the inputs of some samples. A list of B texts has one for each sample."""
 
         def cut(leaf: Any) -> Any:
             if isinstance(leaf, list):
                 return leaf[rows] if isinstance(rows, slice) else [leaf[i] for i in rows.tolist()]
             return leaf[rows] if isinstance(leaf, Tensor) and not self._is_shared(leaf) else leaf
 
-        spreads = {place: spread[rows] for place, spread in self.spreads.items()}
-        return replace(self, value=pytree.tree_map(cut, tree(self.value), is_leaf=texts), spreads=spreads)
+        value = pytree.tree_map(
+            cut, tree(self.value),
+            is_leaf=lambda x: isinstance(x, list) and len(x) == self.samples and all(isinstance(y, str) for y in x),
+        )  # fmt: skip
+        return replace(self, value=value, spreads={place: spread[rows] for place, spread in self.spreads.items()})
 
     def chunks(self, length: int) -> Iterator[tuple[slice, Inputs]]:
         """Yields consecutive slices of at most `length` samples and their inputs. It does not cut a short batch."""
@@ -147,13 +145,9 @@ class Inputs:
     def check_lists(self) -> None:
         """Raises for a list of B entries, unless it holds texts or tensors: each entry could belong to one sample."""
         count = self.samples
-
-        def look(value: Any) -> bool:
-            if isinstance(value, list) and len(value) == count > 1 and not isinstance(value[0], (str, Tensor)):
-                raise _unclear_list(self)
-            return False
-
-        pytree.tree_leaves(tree(self.value), is_leaf=look)
+        unclear = lambda x: isinstance(x, list) and len(x) == count > 1 and not isinstance(x[0], (str, Tensor))  # noqa: E731
+        if any(map(unclear, pytree.tree_leaves(tree(self.value), is_leaf=unclear))):
+            raise _unclear_list(self)
 
     def check_finite(self, where: str) -> None:
         """Raises if inputs are NaN or infinite, or torch does not compute with them; `where` names them."""

@@ -29,13 +29,22 @@ _SHOWN: ContextVar[bool | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def show_progress(progress: bool | None) -> Iterator[None]:
-    """Lets passes inside the block show bars, as the user's `progress` says. A block inside another changes nothing."""
+    """Lets passes inside the block show bars, as the user's `progress` says. A block inside another changes nothing.
+
+    None shows them on a terminal and in a notebook. Only the first rank shows any, and only if stderr can be written.
+    """
     if progress is not None and not isinstance(progress, bool):
         raise LapwingError(
             f"progress={shown(progress)} is not True, False, or None, for a bar only on a terminal. Write "
             "progress=False."
         )
-    token = _SHOWN.set(_shows_bars(progress)) if _SHOWN.get() is None else None
+    if ranks.rank() or sys.stderr is None or getattr(sys.stderr, "closed", False):  # stderr is None in services
+        progress = False
+    elif progress is None:
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        in_notebook = "IPKernelApp" in getattr(shell, "config", {})
+        progress = in_notebook or getattr(sys.stderr, "isatty", bool)()  # a replacement of stderr may lack `isatty`
+    token = _SHOWN.set(progress) if _SHOWN.get() is None else None
     try:
         yield
     finally:
@@ -76,14 +85,3 @@ def tracked(loader: Iterable[Any], label: str) -> Iterator[Any]:
         for batch in loader:
             yield batch
             advance()
-
-
-def _shows_bars(progress: bool | None) -> bool:
-    """Whether to show bars: only on the first rank, and only if stderr can be written."""
-    if ranks.rank() or sys.stderr is None or getattr(sys.stderr, "closed", False):  # stderr is None in services
-        return False
-    if progress is not None:
-        return progress is True
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    in_notebook = "IPKernelApp" in getattr(shell, "config", {})
-    return in_notebook or getattr(sys.stderr, "isatty", bool)()  # a replacement of stderr may lack `isatty`

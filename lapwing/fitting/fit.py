@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .. import ranks
 from ..covariance import Covariance, has_prior
 from ..data.batches import Forward
-from ..data.data import check_data_size
+from ..data.data import check_data_size, warn_of_unseen
 from ..data.progress import show_progress
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
@@ -152,25 +153,27 @@ def _from_start(
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
     """Returns the tuned posterior of a fit without a former one, and those of the first samples."""
     data = FitData.of(options, model, loader)
-    prefixes = 0 if data.tune is None else data.tune.prefixes
-    runner = Runner(data.training, prefixes, options.data_size, file)
-    choice = choose(options, model, data, runner.count, data.training.expected_size or data.first.count)
+    choice = choose(options, model, data, data.training.count, data.training.expected_size or data.first.count)
     advice = advice_on_memory(choice.method, choice.shape)
     if advice is not None:
         raise LapwingError(advice)
     if choice.reason is not None:
         log_default(choice)
-    problem = _problem(options, choice, data, runner)
+    prefixes = 0 if data.tune is None else data.tune.prefixes
+    runner = Runner(data.training, prefixes, options.data_size, file)
+    problem = _problem(options, choice, data)
     with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
         data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
         tune=[problem.traces_wanted, prefixes],
     ):  # fmt: skip
         posterior, parts, shown = _run_and_tune(options, choice, problem, data, runner)
+    if options.data_size is None and isinstance(data.training.loader, DataLoader):
+        warn_of_unseen(data.training.loader, shown)
     data.warn(options, posterior, shown)
     return posterior, parts
 
 
-def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner) -> Problem:
+def _problem(options: FitOptions, choice: Choice, data: FitData) -> Problem:
     """Returns the inputs of the method, with noise ratios that the residuals show."""
     tangent, prior, tune = choice.shape.tangent, choice.prior, data.tune
     likelihood = data.likelihood
@@ -178,10 +181,12 @@ def _problem(options: FitOptions, choice: Choice, data: FitData, runner: Runner)
         likelihood = data.with_residuals(tangent, heads)
     if ranks.several():
         check_same_network(tangent.model)
+    given = prior.fixed and not likelihood.needs_noise
+    evidence = tune is not None and tune.reads_evidence and not (given and tune is DEFAULT_TUNING)
     return Problem(
         tangent=tangent, likelihood=likelihood,
         root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.shape.columns),  # for each rank
-        prior=prior, traces_wanted=tune is not None and tune.reads_evidence(not prior.fixed, likelihood.needs_noise),
+        prior=prior, traces_wanted=evidence,
         seed=options.seed, temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
 
@@ -210,7 +215,7 @@ def _run_and_tune(
     if settled and not asked and not posterior.likelihood.regressions:
         return posterior, parts, shown
     before = time.perf_counter()
-    if not asked and is_cheap(posterior, data.first, shown):
+    if not (asked or posterior.noise_fixed) and is_cheap(posterior, data.first, shown):
         tune = Refit()
         log.info(
             "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
@@ -233,30 +238,30 @@ def _posteriors_of(
     if result.precision is not None:
         prior = replace(prior, precision=result.precision, fixed=True)
 
-    def posterior(covariance: Covariance, statistics: dict[str, Tensor], samples: int, factor: float) -> Posterior:
+    summary, factor = result.summary, result.data_factor
+    assert summary is not None  # `Runner.run` sets it
+    if problem.data_size is not None:
+        check_data_size(problem.data_size, runner.count())
+        factor *= problem.data_size / runner.count()
+    every = [(summary.samples, result.covariance, summary.statistics, factor)]
+    every += [(samples, *kept, 1.0) for samples, kept in runner.first_parts.items()]
+    if len(every) > 1 and factor > 1:
+        every.append((*every[0][:3], 1.0))
+    posteriors = []
+    for samples, covariance, statistics, part_factor in every:
         given = likelihood if has_prior(covariance) else problem.likelihood
         dispersed, of_targets = likelihood.with_dispersion(statistics)
         temperature = of_targets if problem.temperature == 1 and has_prior(covariance) else problem.temperature
         method = replace(MethodInfo.of(choice.method), sample_weights=runner.weighted, rule=choice.rule)
         fitted = Posterior(
             tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=statistics,
-            samples=samples, data_factor=factor, temperature=temperature, method=method,
+            samples=samples, data_factor=part_factor, temperature=temperature, method=method,
             noise_fixed=not given.needs_noise, stamp=Stamp.of(tangent.model), history=result.history,
             columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)
-        return fitted.at(prior.precision) if settled else fitted
-
-    summary, factor = result.summary, result.data_factor
-    assert summary is not None  # `Runner.run` sets it
-    if problem.data_size is not None:
-        check_data_size(problem.data_size, runner.count())
-        factor *= problem.data_size / runner.count()
-    whole = posterior(result.covariance, summary.statistics, summary.samples, factor)
-    parts = [posterior(*kept, samples, 1.0) for samples, kept in runner.first_parts.items()]
-    if parts and factor > 1:
-        parts.append(posterior(result.covariance, summary.statistics, summary.samples, 1.0))
-    return whole, tuple(parts)
+        posteriors.append(fitted.at(prior.precision) if settled else fitted)
+    return posteriors[0], tuple(posteriors[1:])
 
 
 def _stop(choice: Choice, problem: Problem, tune: Tuning, runner: Runner) -> Stop | None:

@@ -80,8 +80,6 @@ class FitData:
     def warn(self, options: FitOptions, posterior: Posterior, shown: int) -> None:
         """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""
         held_out = self.held_out
-        if options.data_size is None:
-            self.training.warn_of_unseen(shown)
         if self.training.weighted:
             _warn_of_weights(posterior, shown)
         batches = [self.first] if held_out is None else [self.first, held_out.first]

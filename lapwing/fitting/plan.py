@@ -22,7 +22,6 @@ from ..linalg import double_device
 from ..methods import Method
 from ..network.entry import outside_modes
 from ..network.probe import PROBED_SAMPLES
-from ..running.runner import Runner
 from ..tangent import LastLayer, Predicate, Tangent
 from ..tuning import Tuning
 from .choice import advice_on_memory, check_batch, choose
@@ -149,10 +148,10 @@ def plan(
             'lw.plan(model, loader, "all"), or leave it out for the default.'
         )
     data = FitData.of(options, model, loader)
-    runner, plans, errors = Runner(data.training), list[Plan](), list[LapwingError]()
+    plans, errors = list[Plan](), list[LapwingError]()
     for one in methods:
         try:
-            planned = _planned(replace(options, method=one), model, data, runner, warn=not plans)
+            planned = _planned(replace(options, method=one), model, data, warn=not plans)
             known = [(plan.method, plan.parameters) for plan in plans if every]  # the default is one of the methods
             plans += [planned] if (planned.method, planned.parameters) not in known else []
         except LapwingError as error:
@@ -163,14 +162,9 @@ def plan(
     return Plans(plans) if several else plans[0]
 
 
-def _planned(options: FitOptions, model: nn.Module, data: FitData, runner: Runner, warn: bool) -> Plan:
+def _planned(options: FitOptions, model: nn.Module, data: FitData, warn: bool) -> Plan:
     """Returns the plan of a fit with these options; `warn` says whether its survey warns."""
-
-    def count() -> int:
-        """Returns n, or N if n is unknown."""
-        return data.training.expected_size or options.data_size or runner.count()
-
-    choice = choose(options, model, data, count, count(), warn)
+    choice = choose(options, model, data, data.training.count, data.training.count(), warn)
     method, shape, tangent = choice.method, choice.shape, choice.shape.tangent
     rows = check_batch(tangent, data.likelihood, data.first)
     check_logits(data.likelihood, *rows, next(iter(tangent.parameters.values())).dtype)

@@ -55,10 +55,6 @@ class Block:
         return cls(data["name"], tuple(data["parameters"]), shapes, data["family"], matrix, data["bias"])
 
     @property
-    def is_generic(self) -> bool:
-        return self.family == "generic"
-
-    @property
     def size(self) -> int:
         """P, the number of weights."""
         return sum(prod(shape) for shape in self.shapes)

@@ -63,7 +63,13 @@ class Outer(MatrixJacobian):
         if outputs is not None:
             g = self.g
             g = g @ outputs[0] if g.is_contiguous() else (g.transpose(0, 1) @ outputs[0]).transpose(0, 1)
-        return Outer(a, g, self.outputs, slopes=self.slopes).within(self.slice_bytes)
+        return self._like(a, g)
+
+    def _like(self, a: Tensor, g: Tensor | None) -> Outer:
+        """Returns J with other inputs and gradients, the same slopes, and slices of the same size."""
+        other = Outer(a, g, self.outputs, slopes=self.slopes)
+        other.slice_bytes = self.slice_bytes
+        return other
 
     def _turned(self, basis: Tensor) -> Tensor:
         """Returns `a U` (B, K) for U (I, K), without forming the bias column."""
@@ -77,8 +83,7 @@ class Outer(MatrixJacobian):
             return None
         inside = self._turned(basis)
         outside = torch.linalg.vector_norm(self.a - inside @ basis.mT, dim=1, keepdim=True)
-        a = torch.cat([outside, inside], 1)
-        return Outer(a, self._g, self.outputs, slopes=self.slopes).within(self.slice_bytes)
+        return self._like(torch.cat([outside, inside], 1), self._g)
 
     @property
     def strips(self) -> Strips:

@@ -87,6 +87,8 @@ class Likelihood(Options, ABC, Generic[P]):
     """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
     head_numbers: ClassVar[Mapping[str, tuple[float | None, ...]]] = {}
     """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
+    features_read: ClassVar[str | None] = None
+    """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Resets the inherited `fisher_parts` of a class that defines only a new `fisher_root`."""
@@ -264,12 +266,6 @@ class Likelihood(Options, ABC, Generic[P]):
     def columns(self, key: Any, outputs: int) -> Any:
         """Returns the indices of a part's outputs, for C outputs in all."""
         return slice(None)
-
-    @property
-    def features_read(self) -> str | None:
-        """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
-        fitted = (part.input_noise for part in self.regressions.values())
-        return next((noise.layer for noise in fitted if noise is not None), None)
 
     def at_features(self, prediction: Any, features: Tensor | None) -> Any:
         """Returns a prediction of this likelihood with the noise that a tuning has fitted; here the prediction itself.

@@ -236,6 +236,10 @@ class Gaussian(Likelihood[RegressionPrediction]):
     def regressions(self) -> dict[Any, Any]:  # type: ignore[override]
         return {None: self}
 
+    @property
+    def features_read(self) -> str | None:  # type: ignore[override]
+        return None if self.input_noise is None else self.input_noise.layer
+
     def with_regressions(self, parts: Mapping[Any, Any]) -> Gaussian:
         return parts[None]
 

@@ -116,6 +116,11 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     def regressions(self) -> dict[Any, Any]:  # type: ignore[override]
         return {key: head for key, head in self.likelihoods.items() if head.regressions}
 
+    @property
+    def features_read(self) -> str | None:  # type: ignore[override]
+        read = (head.features_read for head in self.likelihoods.values())
+        return next((layer for layer in read if layer is not None), None)
+
     def with_regressions(self, parts: Mapping[Any, Any]) -> Joint:
         return replace(self, likelihoods={**self.likelihoods, **parts})
 

@@ -63,7 +63,7 @@ class KFAC(Method):
 
     def check(self, tangent: Tangent, likelihood: Likelihood) -> None:
         """Warns if no layer family covers most weights: the method is then almost `Diagonal`."""
-        unknown = [block for block in tangent.blocks if block.is_generic]
+        unknown = [block for block in tangent.blocks if block.name in tangent.reasons]
         weights = sum(block.size for block in unknown)
         if self.uncovered == "diagonal" and 2 * weights > tangent.size:
             log.warning(
@@ -142,19 +142,20 @@ class Factors(State):
     Gamma: dict[str, Tensor] = field(default_factory=dict)  # lower triangle of `Σ g gᵀ` (G, O, O)
 
 
+@dataclass(eq=False)
 class _FactorPass(CurvaturePass[Factors]):
     """Sums A, Γ and # of the Kronecker-factored blocks, and the diagonals or dense matrices of the other blocks."""
 
+    problem: Problem
+    kinds: dict[str, str]  # block name -> "kronecker", "diagonal" or "dense"
+    reduce: bool  # whether weights are shared as by `weight_sharing="reduce"`
     label = "Kronecker factors"
 
-    def __init__(self, problem: Problem, kinds: dict[str, str], reduce: bool) -> None:
-        self.problem, self._kinds, self._reduce = problem, kinds, reduce
-
     def init(self) -> Factors:
-        zeros, count = self.problem.zeros, [*self._kinds.values()].count(KroneckerBlock.kind)
+        zeros, count = self.problem.zeros, [*self.kinds.values()].count(KroneckerBlock.kind)
         state = Factors(zeros(count, dtype=torch.int64))
         for block in self.problem.tangent.blocks:
-            name, kind = block.name, self._kinds[block.name]
+            name, kind = block.name, self.kinds[block.name]
             if kind == "diagonal":
                 state.diagonal[name] = zeros(block.size)
             elif kind == "dense":
@@ -173,7 +174,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 width = min(record.weights.shape[1], self.problem.tangent.outputs)
                 weights = doubled(record.weights).unflatten(1, (-1, width)).mean(2)
             counts = []
-            for name, kind in self._kinds.items():
+            for name, kind in self.kinds.items():
                 if kind == "diagonal":
                     state.diagonal[name] += record.sums(name).squared_sum()
                 elif kind == "dense":
@@ -181,7 +182,7 @@ class _FactorPass(CurvaturePass[Factors]):
                     state.dense[name] += rows.T @ rows
                 else:
                     sums = cast("MatrixSums", record.sums(name))
-                    counts.append(sums.add_kronecker_factors(self._reduce, state.A[name], state.Gamma[name], weights))
+                    counts.append(sums.add_kronecker_factors(self.reduce, state.A[name], state.Gamma[name], weights))
             count = state.count.new_tensor(counts)
             state.count += count
             if weights is not None:
@@ -202,7 +203,7 @@ class _FactorPass(CurvaturePass[Factors]):
         positions = dict(zip(state.A, state.count.tolist(), strict=True))
         counts, rank = dict(zip(state.A, count[:, None], strict=True)), problem.summed_root.rank
         bases = {n: _eigenbasis(state, n, positions[n], counts[n], rank, n in logits) for n in widest_first}
-        for name, kind in self._kinds.items():
+        for name, kind in self.kinds.items():
             if kind == "diagonal":
                 structures[name] = DiagonalBlock(state.diagonal[name])
             elif kind == "dense":

@@ -68,7 +68,7 @@ class RecordingPlan:
     """Assigns the uses of a recording to blocks."""
 
     order: tuple[PlannedUse, ...] = ()  # the uses in the order of the pass
-    uses: Uses = field(default_factory=dict)  # of each block; they follow from `order`
+    uses: Uses = field(default_factory=dict)  # of each block with a layer family; they follow from `order`
     explicit: frozenset[str] = frozenset()  # blocks that need rows: generic, or with uses that disagree on the layout
     explicit_size: int = 0  # number of weights in these
     single_sample: bool = False  # the survey saw one sample: sample axes are guesses
@@ -108,14 +108,15 @@ class RecordingPlan:
     @classmethod
     def of(cls, order: tuple[PlannedUse, ...], blocks: Sequence[Block], **known: Any) -> RecordingPlan:
         """Makes the plan of the uses of these blocks."""
-        owners = {name: block.name for block in blocks if not block.is_generic for name in block.parameters}
+        owners = {name: block.name for block in blocks if block.family != "generic" for name in block.parameters}
         uses: dict[str, list[tuple[int, BatchAxis, frozenset[str]]]] = {name: [] for name in owners.values()}
         for i, use in enumerate(order):
             for block in dict.fromkeys(owners[name] for _, name in use.names):
                 uses[block].append((i, use.axis, frozenset(role for role, name in use.names if owners[name] == block)))
         several = {block.name for block in blocks if block.matrix is None and len(uses.get(block.name, ())) > 1}
         tied = {name for name in several if {order[i].kind for i, _, _ in uses[name]} == TIED_TABLE}
-        explicit = {block.name: block.size for block in blocks if block.is_generic or block.name in several - tied}
+        rowwise = {block.name for block in blocks} - uses.keys() | several - tied
+        explicit = {block.name: block.size for block in blocks if block.name in rowwise}
         return cls(order, uses, frozenset(explicit), sum(explicit.values()), **known)
 
     def uses_in(self, recording: Recording, inputs: Inputs, outputs: int, model: str) -> Uses:

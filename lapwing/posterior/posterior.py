@@ -11,7 +11,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance, PriorCovariance, has_positions, has_prior
+from ..covariance import AnyLatent, Covariance, has_positions, has_prior
 from ..data.frames import Columns
 from ..data.progress import with_progress
 from ..display import Displayed
@@ -174,7 +174,9 @@ class Posterior(Displayed, Generic[P]):
         precision = precision if isinstance(precision, Tensor) else torch.full_like(self.prior.precision, precision)
         assert not likelihood.needs_noise  # σ² = None would count as 1
         scale = replace(self.scale, noise_variance=likelihood.noise_variance).of_curvature
-        covariance = self._prior_covariance("prior precision").with_prior(precision, scale)
+        if not has_prior(self.covariance):
+            raise self._without("prior precision")
+        covariance = self.covariance.with_prior(precision, scale)
         return replace(
             self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
         )
@@ -228,9 +230,10 @@ class Posterior(Displayed, Generic[P]):
                 "curvature belongs to the weights of its own fit. Compare such posteriors on held-out data with "
                 "lw.compare."
             )
-        covariance = self._prior_covariance("evidence")
+        if not has_prior(self.covariance):
+            raise self._without("evidence")
         distance = squared_distance(self.tangent, self.prior)
-        return LogEvidence(covariance, self.likelihood, self.statistics, self.scale.of_likelihood, distance)
+        return LogEvidence(self.covariance, self.likelihood, self.statistics, self.scale.of_likelihood, distance)
 
     @outside_modes
     def log_marginal_likelihood(
@@ -675,11 +678,6 @@ class Posterior(Displayed, Generic[P]):
                 f"{changed} of {type(self.model).__name__} was written, replaced or added after the fit. Fit "
                 "again, or load the weights of the fit into the model and use lw.load(path, model)."
             )
-
-    def _prior_covariance(self, what: str) -> PriorCovariance:
-        if not has_prior(self.covariance):
-            raise self._without(what)
-        return self.covariance
 
     def _without(self, what: str) -> LapwingError:
         return LapwingError(f"A posterior by {self.method} has no {what}. Fit again with lw.KFAC().")

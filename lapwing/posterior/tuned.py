@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -52,24 +53,13 @@ def evenly_spaced_batches(
     device, shown = posterior.tangent.device, training.shown
     whole = sum(Samples.of(batch).count for batch in training.loader) if training.chosen else shown or posterior.samples
     start = taken = 0
-
-    def count(size: int) -> int:
-        """Returns the number of samples that are read from the next batch."""
-        return min(size, limit - taken) if taken < limit and taken * whole <= start * limit else 0
-
-    for size in before or ():
-        taken, start = taken + count(size), start + size
-    if taken >= limit:
-        return
-    for batch in tracked(training.loader, "training data for the tuning"):
-        samples = Samples.of(batch)
-        size = samples.count
-        some = count(size)
-        if some:
-            taken += some
+    own = map(Samples.of, tracked(training.loader, "training data for the tuning"))
+    for size, samples in chain(((size, None) for size in before or ()), ((each.count, each) for each in own)):
+        some = min(size, limit - taken) if taken * whole <= start * limit else 0
+        if some and samples is not None:
             every = slice(0, some * (size // some), size // some)
             yield (samples.take(every) if some < size else samples).to(device)
-        start += size
+        taken, start = taken + some, start + size
         if taken >= limit:
             return
     read_whole = shown == posterior.samples and not training.chosen
@@ -92,9 +82,8 @@ class Tuning(Options, ABC):
     tunes_updates: ClassVar[bool] = False
     """Whether `Posterior.update` can use it, which has only the further data and no `Training`."""
 
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        """Whether the tuning reads the lower bound of the evidence, if δ or σ² is open."""
-        return prior_open or noise_open
+    reads_evidence: ClassVar[bool] = True
+    """Whether it reads the lower bound of the evidence."""
 
     def falls(self) -> Callable[[Posterior, Posterior], bool] | None:
         """Returns a function that says whether the score of more samples has fallen, so that the fit ends, or None.

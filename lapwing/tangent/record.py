@@ -79,7 +79,7 @@ class Record(Mapping[str, BlockJacobian]):
         self._limit = tangent.memory // dtype.itemsize  # number of entries that fit the budget
         self._slice_bytes = min(SLICE_BYTES, tangent.memory // 8)
         self._group: GradientGroup | None = None
-        self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # for that group: generic -> rows or gradients by use
+        self._taken: dict[bool, dict[Any, Tensor | None]] = {}  # for that group: recorded -> gradients or rows
         self.outputs = (outputs if differentiable else outputs.detach()).to(tangent.dtype)
         self.samples, self.dtype = outputs.shape[0], dtype
         self.device = double_device(outputs.device) if dtype == torch.float64 else outputs.device
@@ -120,10 +120,10 @@ class Record(Mapping[str, BlockJacobian]):
             shape = self.samples, self.cotangents, block.size
             part = lambda cut: self._form(block, self._take(group, block, cut))  # noqa: E731
             return Sliced(part, shape, group.step, self._limit // 2).within(self._slice_bytes)
-        generic = block.is_generic
-        if generic not in self._taken:
-            self._taken[generic] = self._take(group, block)
-        return self._form(block, self._taken[generic])
+        recorded = name in self._uses
+        if recorded not in self._taken:
+            self._taken[recorded] = self._take(group, block)
+        return self._form(block, self._taken[recorded])
 
     def at_position(self, which: int, columns: Tensor | None) -> Record:
         """Returns the record of one position (B, C) of (B, T C), for cotangents (B, C, R) at it, or the C outputs."""
@@ -168,7 +168,7 @@ class Record(Mapping[str, BlockJacobian]):
         Uses forward mode (about 2 K forward passes) if that costs less than R backward passes, else the blocks.
         """
         count = next(iter(vectors.values())).shape[0]
-        taken = False in self._taken and len(self._groups) == 1
+        taken = True in self._taken and len(self._groups) == 1
         fewer = 2 * count < self.cotangents and not taken
         if fewer and self._inputs is not None and not self._differentiable and self.dtype == self.tangent.dtype:
             products = forward_products(
@@ -197,7 +197,7 @@ class Record(Mapping[str, BlockJacobian]):
     def load(self, block: Block) -> tuple[int, int]:
         """Returns the numbers of entries of a block's gradients, and of the extra memory of a contraction."""
         rows = self.samples * self.cotangents * block.size
-        if block.is_generic:
+        if block.name not in self._uses:
             return rows, 2 * rows
         uses = [self.noted[i] for i, _, _ in self._uses[block.name]]
         gradients = self.cotangents * sum(use.out.numel() for use in uses if not use.is_output)
@@ -205,10 +205,11 @@ class Record(Mapping[str, BlockJacobian]):
 
     def _take(self, group: GradientGroup, block: Block, cut: slice | None = None) -> dict[Any, Tensor | None]:
         """Computes the rows of a group's generic parameters by name, or the gradients of its other uses by index."""
-        if block.is_generic:
-            return self._generic_rows([name for b in group.blocks if b.is_generic for name in b.parameters], cut)
+        if block.name not in self._uses:
+            generic = [name for b in group.blocks if b.name not in self._uses for name in b.parameters]
+            return self._generic_rows(generic, cut)
         u = self._u if cut is None else self._explicit_cotangents(cut)
-        wanted = sorted({i for b in group.blocks if not b.is_generic for i, _, _ in self._uses[b.name]})
+        wanted = sorted({i for b in group.blocks for i, _, _ in self._uses.get(b.name, ())})
         whole = cut is None and len(self._groups) == 1
         passing = 0 if whole else sum(use.out.numel() for use in self.noted)  # gradients pass through other layers too
         batched = 4 * passing * (self.cotangents if u is None else u.shape[-1]) <= self._limit
@@ -238,7 +239,7 @@ class Record(Mapping[str, BlockJacobian]):
 
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
         """Builds the Jacobian of a block from its rows or gradients."""
-        if block.is_generic:
+        if block.name not in self._uses:
             return Rows(joined((taken[name] for name in block.parameters), -1).to(self.device, self.dtype))
         jacobians: list[BlockJacobian] = []
         tied = block.matrix is None and {self.noted[i].use.kind for i, *_ in self._uses[block.name]} == TIED_TABLE

@@ -271,7 +271,8 @@ class Tangent:
         chunk_limit().latest, named = checked.samples, self.parameters
         every = own_parameters(self.model) if self.plan.idle else {}
         idle = {name: every[name] for name in self.plan.idle}
-        watched = {name: named[name] for block in self.blocks if not block.is_generic for name in block.parameters}
+        recorded = [block for block in self.blocks if block.name in self.plan.uses]
+        watched = {name: named[name] for block in recorded for name in block.parameters}
         spread = checked.samples if self.plan.spread else 1
         frozen = [parameter for parameter in watched.values() if not parameter.requires_grad]
         recording = self.call.traced(checked, watched | idle, spread, frozen, repeats=not idle)

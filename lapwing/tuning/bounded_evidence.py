@@ -98,8 +98,9 @@ class BoundedEvidence(Tuning):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""
-        residual = posterior.likelihood.residual_variance(posterior.statistics)
-        if residual is not None and not posterior.noise_fixed:
+        if not posterior.noise_fixed:
+            residual = posterior.likelihood.residual_variance(posterior.statistics)
+            assert residual is not None  # of the σ² that is open
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
         if has_prior(posterior.covariance) and not posterior.prior.fixed:
             posterior = at_maximum(posterior)
@@ -119,9 +120,9 @@ class BoundedEvidence(Tuning):
         """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most b."""
         exponents, lowest = evenly(0.0, self.decades, self.points), posterior.prior.precision
         parts = list(evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior))
-        costs = spread_costs([posterior.at(lowest * 10**exponent) for exponent in exponents], parts)
+        costs, rows = spread_costs([posterior.at(lowest * 10**exponent) for exponent in exponents], parts)
         _warn_of_certainty(posterior)
-        bound = cost_of_right_spread(posterior, parts) if self.nats is None else self.nats
+        bound = cost_of_right_spread(posterior, parts, rows) if self.nats is None else self.nats
         exponent = crossing(exponents, costs, bound)
         if exponent == 0:
             return posterior

@@ -22,7 +22,7 @@ from .search import ascend, best_of_grid, golden_section
 
 log = logging.getLogger("lapwing")
 
-LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision; see `_decades`
+LOWEST, HIGHEST = -8.0, 10.0  # searched decades of the prior precision, at a noise variance of 1
 MUCH_NOISE = 5.0  # if σ² exceeds this number of mean squared residuals, the network was not trained at this prior
 BEYOND = 5.0  # an ascent may leave that range by this many decades, for a slope at its ends; its result is clamped
 
@@ -54,9 +54,6 @@ class Evidence(Tuning):
     tunes_updates: ClassVar[bool] = True
     per_layer: bool = False
     rank_gap: float | None = option(None, number(0), write="1.0")
-
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        return True
 
     def check(self, method: Method, shape: FitShape) -> None:
         footprint = None if self.rank_gap is None else method.footprint(shape)
@@ -92,8 +89,7 @@ class Evidence(Tuning):
 
 def at_maximum(posterior: Posterior, per_layer: bool = False) -> Posterior:
     """Returns the posterior at the `maximum` of its evidence; warns if δ ends at an end of the searched range."""
-    precision, noise = maximum(posterior, per_layer)
-    lowest, highest = _decades(noise)
+    precision, noise, (lowest, highest) = maximum(posterior, per_layer)
     ends = [] if posterior.prior.fixed else [round(math.log10(delta), 3) for delta in precision.tolist()]
     if any(end <= lowest or end >= highest for end in ends):
         log.warning(
@@ -116,18 +112,17 @@ def _value(posterior: Posterior) -> float:
     return float(posterior.log_evidence(posterior.prior.precision, posterior.noise_variance))
 
 
-def maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None]:
-    """Returns the δ (n_blocks,) and σ² of highest log evidence; values that the user gave are kept.
+def maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None, tuple[float, float]]:
+    """Returns the δ (n_blocks,) and σ² of highest log evidence, and the ends of the searched log10 δ.
 
-    If only one δ is open, it is found by golden sections: values cost less than gradients. Otherwise a grid over one δ,
-    at the σ² of the residuals, starts an ascent.
+    Values that the user gave are kept. If only one δ is open, it is found by golden sections: values cost less than
+    gradients. Otherwise a grid over one δ, at the σ² of the residuals, starts an ascent.
     """
     evidence, precision = posterior.log_evidence, posterior.prior.precision
     open_prior, open_noise = not posterior.prior.fixed, not posterior.noise_fixed
     noise = posterior.likelihood.residual_variance(posterior.statistics) if open_noise else posterior.noise_variance
-    if not (open_prior or open_noise):
-        return precision, noise
-    low, high = _decades(noise)
+    shift = math.log10(noise or 1.0)  # the best δ may scale with the inverse noise variance
+    low, high = LOWEST - max(0.0, shift), HIGHEST + max(0.0, -shift)
     exponents = []  # log10 δ; empty if δ is given
     if open_prior:
         precision, points = torch.ones_like(precision), math.ceil(2 * (high - low)) + 1
@@ -139,21 +134,23 @@ def maximum(posterior: Posterior, per_layer: bool) -> tuple[Tensor, float | None
             exponents.append(golden_section(at, low, high, points))
     point = torch.tensor(exponents, dtype=torch.float64, device=precision.device)
     if open_noise or (per_layer and len(precision) > 1):
-        point, noise = _ascended(evidence, precision, point, noise, open_noise, per_layer)
+        around = low - BEYOND, high + BEYOND
+        point, noise = _ascended(evidence, precision, point, noise, open_noise, per_layer, around)
     if open_prior:
         precision = 10 ** point.clamp(low, high) * precision
-    return precision, noise
+    return precision, noise, (low, high)
 
 
 def _ascended(
-    evidence: LogEvidence, precision: Tensor, exponents: Tensor, noise: float | None, open_noise: bool, per_layer: bool
-) -> tuple[Tensor, float | None]:
+    evidence: LogEvidence, precision: Tensor, exponents: Tensor, noise: float | None, open_noise: bool, per_layer: bool,
+    around: tuple[float, float],
+) -> tuple[Tensor, float | None]:  # fmt: skip
     """Returns the log10 δ (1,), or (n_blocks,) with `per_layer`, and the σ² of highest log evidence, from a start.
 
-    Without `exponents` δ is `precision`. The first ascent is in one log10 δ and log10 σ², and starts one in all δ.
+    Log10 δ stays within `around`. Without `exponents` δ is `precision`. The first ascent is in one log10 δ and
+    log10 σ², and starts one in all δ.
     """
-    low, high = _decades(noise)
-    point, ranges = exponents, [(low - BEYOND, high + BEYOND)] * len(exponents)
+    point, ranges = exponents, [around] * len(exponents)
 
     def value(point: Tensor) -> Tensor:
         """Returns the log evidence at a point of log10 δ (one, or one per block) and log10 σ², if they are open."""
@@ -172,9 +169,3 @@ def _ascended(
         point = torch.cat([point[:1].expand(blocks), point[1:]])
         point = ascend(value, point, *zip(*[ranges[0]] * blocks, *ranges[1:], strict=True))
     return (point[:-1], float(10 ** point[-1])) if open_noise else (point, noise)
-
-
-def _decades(noise: float | None) -> tuple[float, float]:
-    """Returns the ends of the searched range, log10 δ: the best δ may scale with the inverse noise variance."""
-    shift = 0.0 if noise is None else math.log10(noise)
-    return LOWEST - max(0.0, shift), HIGHEST + max(0.0, -shift)

@@ -52,10 +52,15 @@ def sample_scores(
     `temperatures`, values of log10 T, or of `noises`, values of σ² at the same covariance; () uses only the candidate's
     own.
     """
-    table = _ScoreTable(aim, noises)
-    for place, candidate, latent, labels, _ in candidate_latents(
-        posteriors, candidates, tracked(loader, "held-out data"), latents_in_memory=max(1, len(temperatures)), aim=aim
-    ):
+    table, batches = _ScoreTable(aim, noises), tracked(loader, "held-out data")
+    reads: Reads | None = None
+    if aim.link is not None:
+        reads = "covariances" if posteriors[0].likelihood.reads_covariance(aim.link) else "variances"
+    if aim.other_way is not None:
+        found: Iterator[Any] = _by_way(posteriors, candidates, batches, aim.other_way)
+    else:
+        found = candidate_latents(posteriors, candidates, batches, reads, max(1, len(temperatures)))
+    for place, candidate, latent, labels, _ in found:
         latents = [latent.tempered(10**exponent) for exponent in temperatures] or [latent]
         table.add(place, candidate.likelihood, latent.mean, latents, labels)
     scores = table.scores()
@@ -161,22 +166,25 @@ def _concatenated(rows: Rows) -> Tensor:
     return torch.stack([torch.cat(parts, 1) for _, parts in sorted(rows.items())])
 
 
-def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list[float]:
-    """Returns the costs of the spread of posteriors that differ only in their prior, in nats.
+def spread_costs(
+    posteriors: Sequence[Posterior], loader: Iterable[Any]
+) -> tuple[list[float], list[dict[str, Tensor | None]]]:
+    """Returns the costs of the spread of posteriors that differ only in their prior, in nats, and the rows it read.
 
     A cost is the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` over samples as in `candidate_latents` that count,
     by their weights. It is negative if the spread helps, and infinite if it raises what `Likelihood.raised` returns by
-    more than `MOST_RAISED`.
+    more than `MOST_RAISED`. Rows are arguments of `DataSummary.add`, for each record.
     """
-    rise = torch.zeros(len(posteriors), dtype=torch.float64)
-    totals, count = torch.zeros(len(posteriors), dtype=torch.float64), 0.0
-    mean, certain, every = None, torch.empty(0), torch.empty(0)
+    totals, rise = torch.zeros(2, len(posteriors), dtype=torch.float64)
+    count, mean, certain, every = 0.0, None, torch.empty(0), torch.empty(0)
+    rows: list[dict[str, Tensor | None]] = []
     least: Any = None  # what `raised` returns without a spread
     latents = candidate_latents(posteriors[:1], lambda _: list(posteriors), loader)
     for (_, i), posterior, latent, labels, weights in latents:
         likelihood = posterior.likelihood
         if latent.mean is not mean:  # a new record
             mean, counted = latent.mean, likelihood.labelled(labels)
+            rows.append({"outputs": mean, "targets": labels, "weights": weights, "counted": counted})
             share = likelihood.known_share(labels, counted)
             plain = likelihood.predict(without_spread(mean), likelihood.tuning_link)
             certain, least = plain.log_prob(labels), likelihood.raised(plain)
@@ -187,7 +195,7 @@ def spread_costs(posteriors: Sequence[Posterior], loader: Iterable[Any]) -> list
         if least is not None:
             rise[i] += float((likelihood.raised(prediction) - MOST_RAISED * least).sum())
     costs = totals / max(count, torch.finfo(totals.dtype).tiny)
-    return torch.where(rise > 0, torch.inf, costs).tolist()
+    return torch.where(rise > 0, torch.inf, costs).tolist(), rows
 
 
 def width_scores(
@@ -228,27 +236,32 @@ def candidate_latents(
     loader: Iterable[Any],
     reads: Reads | None = None,
     latents_in_memory: int = 1,
-    aim: Aim = DEFAULT_AIM,
 ) -> Iterator[tuple[Place, Posterior, Latent, Tensor, Tensor | None]]:
     """Yields, batch by batch, the place of each candidate, the candidate, its latent, and the labels and weights.
 
-    Samples are as in `tangent_of_samples`; by another way than the linearised one each position is a sample. `reads` is
-    None if the link of the aim reads the latents.
+    Samples are as in `tangent_of_samples`. `reads` is None if the default link reads the latents.
     """
-    if aim.other_way is not None:
-        yield from _by_way(posteriors, candidates, loader, aim.other_way)
-        return
     first = posteriors[0]
     tangent = tangent_of_samples(first)
-    if aim.link is not None:
-        reads = "covariances" if first.likelihood.reads_covariance(aim.link) else "variances"
     reads = reads or first.likelihood.reads(tangent.outputs)
-    groups = _contraction_groups(posteriors, candidates)
-    scratch = _numbers_per_sample(tangent, groups, latents_in_memory, reads)
+    # 1. groups of candidates whose covariances share one contraction of J, by the index of a first posterior
+    groups: dict[int, dict[Place, Posterior]] = {}
+    for i, posterior in enumerate(posteriors):
+        covariance: Any = posterior.covariance
+        group = next((j for j in groups if covariance.shares_contraction_with(posteriors[j].covariance)), i)
+        groups.setdefault(group, {}).update({(i, j): one for j, one in enumerate(candidates(posterior))})
+    # 2. number of entries per sample that the latents of all candidates need, temporary ones included
+    every = [one for members in groups.values() for one in members.values()]
+    widest, outputs = max(block.matrix_shape[1] for block in tangent.blocks), tangent.outputs
+    each = widest + (outputs**2 if reads == "covariances" else 2 * outputs)
+    kept = 4 * latents_in_memory * (outputs**2 if reads == "covariances" else outputs)
+    scratch = outputs * max(one.covariance.scratch_per_row for one in every) + len(every) * each + kept
+    # 3. the cotangents: few random ones if each output needed a backward pass and only a mean variance is read
     few = tangent.width <= EXACT_OUTPUTS or tangent.outputs <= PROBES or tangent.treats_output_alone
     probed = reads == "scale" and not few and has_prior(first.covariance)
     cotangents = RandomCotangents(tangent.outputs, PROBES) if probed else EVERY_OUTPUT
     variances_only = reads != "covariances" and tangent.treats_output_alone and first.covariance.keeps_outputs
+    # 4. the latents of each record
     with torch.no_grad():
         for batch in loader:
             samples = Batch.of(tangent, Samples.of(batch).to(tangent.device))
@@ -260,9 +273,9 @@ def candidate_latents(
                 labels, weights = labels[part], None if weights is None else weights[part]
                 first.likelihood.check(record.outputs, labels)
                 labels = labels.to(record.device)
-                for group in groups:
-                    latents = _latents(record, list(group.values()), reads, probed)
-                    for (place, candidate), latent in zip(group.items(), latents, strict=True):
+                for members in groups.values():
+                    latents = _latents(record, list(members.values()), reads, probed)
+                    for (place, candidate), latent in zip(members.items(), latents, strict=True):
                         yield place, candidate, latent, labels, weights
 
 
@@ -272,8 +285,9 @@ def _by_way(
 ) -> Iterator[tuple[Place, Posterior, Any, Tensor, None]]:
     """Yields as `candidate_latents`, with latents by another way: one prediction for each candidate.
 
-    Draws of two candidates have the same random numbers, because each way has a seed. They are float64, in which
-    densities at very wide draws do not lose all digits. Draws that are not finite have a score of NaN.
+    Each position is a sample. Draws of two candidates have the same random numbers, because each way has a seed. They
+    are float64, in which densities at very wide draws do not lose all digits. Draws that are not finite have a score of
+    NaN.
     """
     for batch in loader:
         samples = Samples.of(batch).to(posteriors[0].tangent.device)
@@ -342,27 +356,6 @@ def variances_of_outputs(posterior: Posterior, parts: Iterable[Samples]) -> Tens
 def at_exponents(exponents: Sequence[float]) -> Candidates:
     """Returns the candidates at scalar δ = 10^exponent, or only the posterior itself if there are no exponents."""
     return lambda posterior: [posterior.at(10**exponent) for exponent in exponents] or [posterior]
-
-
-def _contraction_groups(posteriors: Sequence[Posterior], candidates: Candidates) -> list[dict[Place, Posterior]]:
-    """Returns groups of candidates whose covariances share one contraction of J."""
-    groups: dict[int, dict[Place, Posterior]] = {}  # by the index of the first posterior of each group
-    for i, posterior in enumerate(posteriors):
-        covariance: Any = posterior.covariance
-        first = next((j for j in groups if covariance.shares_contraction_with(posteriors[j].covariance)), i)
-        groups.setdefault(first, {}).update({(i, j): one for j, one in enumerate(candidates(posterior))})
-    return list(groups.values())
-
-
-def _numbers_per_sample(
-    tangent: Tangent, groups: Sequence[dict[Place, Posterior]], latents_in_memory: int, reads: Reads
-) -> int:
-    """Estimates the number of entries per sample that the latents of all candidates need, temporary ones included."""
-    every = [candidate for group in groups for candidate in group.values()]
-    widest, outputs = max(block.matrix_shape[1] for block in tangent.blocks), tangent.outputs
-    one = outputs * max(candidate.covariance.scratch_per_row for candidate in every)
-    marginal, latent = (outputs**2, outputs**2) if reads == "covariances" else (2 * outputs, outputs)
-    return one + len(every) * (widest + marginal) + 4 * latents_in_memory * latent
 
 
 def _latents(record: Record, candidates: Sequence[Posterior], reads: Reads, probed: bool) -> Iterable[Latent]:

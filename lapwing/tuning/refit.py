@@ -120,10 +120,10 @@ class Refit(Tuning):
 
 
 def is_cheap(posterior: Posterior, first: Samples, rows: int) -> bool:
-    """Whether `Refit` is the default for a fit with this first batch: a fresh copy of the network trains in seconds."""
+    """Whether `Refit` is the default for a fit with an open σ²: a fresh copy of the network trains in seconds."""
     x, model = first.inputs.value, posterior.tangent.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    regression = not posterior.noise_fixed and posterior.likelihood.residual_variance(posterior.statistics) is not None
+    regression = posterior.likelihood.residual_variance(posterior.statistics) is not None
     table = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()
     if not (regression and table and rows <= DEFAULT_ROWS and 0 < trained <= TESTED_WEIGHTS):
         return False

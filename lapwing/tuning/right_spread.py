@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from ..data.inputs import Samples
+from ..likelihoods import Likelihood
 from ..methods import KFAC, Batch, DataSummary, FisherRoot, FitShape, Problem
 from ..methods.prior import Prior
 from ..posterior import Posterior
@@ -27,33 +28,35 @@ MOST_STEP = 10  # KFAC reads at least every tenth sample; if that takes longer, 
 DECOMPOSED_MULTIPLY_ADDS = 2**39  # maximum multiply-adds of its decompositions, if all matrices had full rank
 
 
-def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples]) -> float:
-    """Returns the bound b of `BoundedEvidence`, in nats per training sample, from a posterior at its evidence."""
+def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples], rows: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the bound b of `BoundedEvidence`, in nats per training sample, from a posterior at its evidence.
+
+    `parts` are some training samples, and `rows` their outputs and targets, as from `spread_costs`.
+    """
     likelihood, outputs = posterior.likelihood, posterior.tangent.outputs
-    if not likelihood.classifies(outputs):
-        return max(MIN_COST, float(_shares(posterior).sum()) / 2)
-    whole: Posterior | None = posterior
-    if likelihood.activation is None:  # a larger output does not mean less doubt
-        whole = None
-    elif untreated(posterior.tangent):
-        whole = _of_all_weights(posterior, parts)
+    classifies = likelihood.classifies(outputs)
+    whole: Posterior | None = None  # of logits: in another classifier a larger output does not mean less doubt
+    if classifies and likelihood.activation is not None:
+        whole = _of_all_weights(posterior, parts) if untreated(posterior.tangent) else posterior
+    # 1. γ/N of each block (n_blocks,); N counts training samples, or positions that count, by their weights
     counted = posterior if whole is None else whole
-    shares, covariance = _shares(counted), cast(Any, counted.covariance)
-    share = float((shares * shares.new_tensor(covariance.correlated)).sum())
-    # The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread J Σ Jᵀ
-    # of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
+    covariance = cast(Any, counted.covariance)
+    samples = (float(counted.statistics["weight"]) or 1.0) * counted.data_factor / counted.temperature
+    shares = covariance.effective_dimension(counted.prior.precision, counted.scale.of_curvature) / samples
+    if not classifies:
+        return max(MIN_COST, float(shares.sum()) / 2)
+    # 2. The K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage h: a spread
+    # J Σ Jᵀ of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
     # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).
+    share = float((shares * shares.new_tensor(covariance.correlated)).sum())
     outputs -= likelihood.activation == "softmax"
     h = min(1.0, share / outputs)
     cost = outputs / 2 * (math.log1p(h) - h * (1 - h) / (1 + h))
-    return max(MIN_COST, cost if whole is None else cost - _paid(posterior, parts))
-
-
-def _shares(posterior: Posterior) -> Tensor:
-    """Returns γ/N of each block (n_blocks,); N counts training samples, or positions that count, by their weights."""
-    covariance: Any = posterior.covariance
-    rows = (float(posterior.statistics["weight"]) or 1.0) * posterior.data_factor / posterior.temperature
-    return covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature) / rows
+    if whole is None:
+        return max(MIN_COST, cost)
+    # 3. p, what the network has paid for doubt already: larger logits would save it
+    fit = partial(_mean_log_likelihood, likelihood.plain, rows)
+    return max(MIN_COST, cost - (fit(golden_section(fit, 0.0, 1.0, 11)) - fit(0.0)))
 
 
 def _of_all_weights(posterior: Posterior, parts: Sequence[Samples]) -> Posterior | None:
@@ -85,21 +88,16 @@ def _of_all_weights(posterior: Posterior, parts: Sequence[Samples]) -> Posterior
             posterior, tangent=tangent, covariance=curvature.finish(state), prior=prior, statistics=summary.statistics,
             samples=summary.samples, data_factor=posterior.data_factor * share,
         )  # fmt: skip
-        return whole.at(*maximum(whole, per_layer=False))
+        precision, noise, _ = maximum(whole, per_layer=False)
+        return whole.at(precision, noise)
     except Exception as error:  # from layers that the fit does not treat
         log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
         return None
 
 
-def _paid(posterior: Posterior, parts: Sequence[Samples]) -> float:
-    """Returns the nats per training sample that larger logits would save: the network has paid these for its doubt."""
-    likelihood = posterior.likelihood.plain
-    rows = [Batch.of(posterior.tangent, one, likelihood.labelled(one.targets)).rows() for one in parts]
-
-    def fit(log10: float) -> float:
-        summary = DataSummary()
-        for one in rows:
-            summary.add(likelihood, **{**one, "outputs": one["outputs"] * 10**log10})
-        return float(summary.statistics["log_likelihood"]) / (float(summary.statistics["weight"]) or 1.0)
-
-    return fit(golden_section(fit, 0.0, 1.0, 11)) - fit(0.0)
+def _mean_log_likelihood(likelihood: Likelihood, rows: Sequence[Mapping[str, Any]], log10: float) -> float:
+    """Returns the mean log likelihood, in nats, of rows whose logits are multiplied by 10^log10."""
+    summary = DataSummary()
+    for one in rows:
+        summary.add(likelihood, **{**one, "outputs": one["outputs"] * 10**log10})
+    return float(summary.statistics["log_likelihood"]) / (float(summary.statistics["weight"]) or 1.0)

@@ -66,6 +66,7 @@ class _OnHeldOutData(Tuning):
     """A tuning on held-out data, which may compare ranks of a subspace, and does not read the evidence."""
 
     fits_noise: ClassVar[bool] = True
+    reads_evidence: ClassVar[bool] = False
     loader: Any
     ranks: tuple[int, ...]
     via: Way | None
@@ -93,9 +94,6 @@ class _OnHeldOutData(Tuning):
                 "The heads of lw.Joint are tuned for linearised predictions with their default links. Leave via= and "
                 f"link= out: write tune=lw.{type(self).__name__}(held_out)."
             )
-
-    def reads_evidence(self, prior_open: bool, noise_open: bool) -> bool:
-        return False
 
     def training_samples(self, posterior: Posterior) -> int:
         return max(rows_wanted(posterior), 0 if posterior.noise_fixed else inputs_read(posterior, SAMPLES))

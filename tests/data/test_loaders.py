@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 import lapwing as lw
-from lapwing.data.data import Data
+from lapwing.data.data import Data, warn_of_unseen
 from tests.pretended_device import Device
 from tests.refilling import Refilling
 from tests.refused import refused
@@ -139,7 +139,7 @@ class Twice(IterableDataset):
 
 @pytest.mark.parametrize(("shown", "workers"), [(40, 2), (60, 3), (40, 3), (20, 1), (20, 0)])
 def test_samples_that_each_worker_shows_are_said(shown: int, workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    Data(DataLoader(Twice(), batch_size=5, num_workers=workers), network()).warn_of_unseen(shown)
+    warn_of_unseen(DataLoader(Twice(), batch_size=5, num_workers=workers), shown)
     said = f"shows {shown} samples, each of the 20 of its data set once per worker" in caplog.text
     assert said == (shown == 20 * workers > 20)
 

@@ -75,7 +75,7 @@ def test_costs_equal_predictions_made_one_by_one(name, method):
     loader = [(case.inputs(6, 1), case.targets(6, 1)), (case.inputs(3, 2), case.targets(3, 2))]
     fitted = lw.fit(case.build(), loader, method, likelihood="categorical", params=lw.matching("*"), tune=None)
     candidates = [fitted.with_prior(delta) for delta in (0.1, 1.0, 30.0)]
-    for found, candidate in zip(spread_costs(candidates, loader), candidates, strict=True):
+    for found, candidate in zip(spread_costs(candidates, loader)[0], candidates, strict=True):
         assert found == pytest.approx(cost(candidate, loader), rel=1e-9, abs=1e-12)
 
 
@@ -113,7 +113,7 @@ def test_a_logit_temperature_is_no_cost_of_the_spread(temperature):
         (-sum(float(candidate.predict(x).log_prob(y).sum()) for x, y in loader) - alone) / 40
         for candidate in candidates
     ]
-    found = spread_costs(candidates, loader)
+    found = spread_costs(candidates, loader)[0]
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 1e-4 > found[1]
 
@@ -156,7 +156,7 @@ def test_two_spellings_of_one_law_get_one_prior_precision():
     model, loader, _ = overfitted()
     law = lw.FromDistribution(lambda f: torch.distributions.Normal(f[..., 0], 0.3))
     first, second = (lw.fit(model, loader, lw.Full(), likelihood=each) for each in (lw.Gaussian(0.09), law))
-    assert second.prior_precision == pytest.approx(first.prior_precision, rel=1e-3)
+    assert second.prior_precision == pytest.approx(first.prior_precision, rel=5e-3)  # one by quadrature
     assert cost(second, loader) > 0.005
 
 

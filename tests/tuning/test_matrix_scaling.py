@@ -64,7 +64,7 @@ def test_tunings_score_the_mapped_logits(posterior: lw.Posterior) -> None:
     def nll(temperature: float) -> float:
         return float(nn.functional.cross_entropy(logits / temperature @ W.T + B, y))
 
-    (found,) = spread_costs([mapped(posterior)], [(X, y)])
+    (found,) = spread_costs([mapped(posterior)], [(X, y)])[0]
     certain = (logits / 9 / 1.7 @ W.T + B).log_softmax(1)[range(240), y]
     cost = (certain - mapped(posterior).predict(X).log_prob(y)).mean()
     assert found == pytest.approx(float(cost), abs=1e-9)
