@@ -87,6 +87,8 @@ class Likelihood(Options, ABC, Generic[P]):
     """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
     head_numbers: ClassVar[Mapping[str, tuple[float | None, ...]]] = {}
     """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
+    has_dispersion: ClassVar[bool] = False
+    """Whether `noise_candidates` may have entries, and `residuals` says how far outputs are from targets."""
     features_read: ClassVar[str | None] = None
     """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
 

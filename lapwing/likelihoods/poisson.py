@@ -56,8 +56,9 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
 
     Args:
         dispersion: α >= 0. None lets the training residuals decide, by `Σ [(y - μ)² - y - α μ²]/(μ + μ²) = 0`; α is 0
-            unless three or more counts show that they vary more than Poisson counts by three standard errors.
-            `validation=` compares it with the larger α of highest held-out likelihood.
+            unless three or more counts show that they vary more than Poisson counts by three standard errors. Then a
+            larger α may take its place: the default tuning takes the one of highest likelihood for left-out counts, and
+            `validation=` compares the one of highest held-out likelihood.
         fitted_dispersion: α that a fit has found, one for all outputs. Heads of `lw.Joint` have `dispersion`, or 0.
 
     Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.
@@ -71,6 +72,7 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     dispersion: float | None = option(None, number(0), write="0.5")
     fitted_dispersion: float = option(0.0, number(0))
     name: ClassVar[str] = "poisson"
+    has_dispersion: ClassVar[bool] = True
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -102,6 +104,12 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     def alpha(self) -> float:
         """α, the variance of the noise of a rate."""
         return self.fitted_dispersion if self.dispersion is None else self.dispersion
+
+    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns `log (y + 1/2)/(μ + 1/2)` in float64, (B, C): how far the output is from the logarithm of y."""
+        outputs = doubled(outputs)
+        y = aligned_targets("Poisson", outputs, targets.to(outputs.device))
+        return (y + 0.5).log() - (outputs.exp() + 0.5).log()
 
     def noise_candidates(self) -> list[Poisson]:
         """Returns larger dispersions than the present one: a network fits its training counts too well, if anything."""

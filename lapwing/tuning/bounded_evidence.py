@@ -14,6 +14,7 @@ from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from .evidence import at_maximum
 from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import SOME_POSITIONS, spread_costs
+from .latent_factor import with_left_out_noise
 from .regression_width import inputs_read, with_left_out_width
 from .right_spread import cost_of_right_spread
 from .search import crossing, evenly
@@ -44,7 +45,8 @@ class BoundedEvidence(Tuning):
     dimensions than there are.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
-    Jensen's inequality a right spread costs no more.
+    Jensen's inequality a right spread costs no more. The dispersion of counts is first raised to the one of highest
+    likelihood for training counts that are left out, as below, of a Gaussian process of their logarithms.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
@@ -102,6 +104,8 @@ class BoundedEvidence(Tuning):
             residual = posterior.likelihood.residual_variance(posterior.statistics)
             assert residual is not None  # of the σ² that is open
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
+        if posterior.likelihood.has_dispersion:
+            posterior = with_left_out_noise(posterior, training, inputs_read(posterior, 4 * self.samples))
         if has_prior(posterior.covariance) and not posterior.prior.fixed:
             posterior = at_maximum(posterior)
             if posterior.noise_variance is None:
@@ -109,10 +113,11 @@ class BoundedEvidence(Tuning):
         return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
     def tunes_own_prior(self, posterior: Posterior) -> bool:
-        return not has_prior(posterior.covariance) and (not posterior.noise_fixed or rows_wanted(posterior) > 0)
+        open_noise = not posterior.noise_fixed or rows_wanted(posterior) > 0 or posterior.likelihood.has_dispersion
+        return open_noise and not has_prior(posterior.covariance)
 
     def training_samples(self, posterior: Posterior) -> int:
-        if not posterior.noise_fixed:
+        if not posterior.noise_fixed or posterior.likelihood.has_dispersion:
             return max(inputs_read(posterior, 4 * self.samples), rows_wanted(posterior))
         return max(0 if posterior.prior.fixed else number_of_inputs(posterior, self.samples), rows_wanted(posterior))
 

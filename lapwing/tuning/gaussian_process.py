@@ -70,6 +70,7 @@ class Process:
     weights: int  # number of weights that count
     outputs_per_pair: float = 1.0  # number of outputs of a sample, divided by the number of its pairs
     weight: float = 1.0  # mean weight of a sample, with its copies in the kernel
+    pairs: Tensor = field(default_factory=lambda: torch.zeros(0, 3))  # y, f and the network's residual (M, 3)
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
@@ -171,8 +172,18 @@ class Process:
             of_outputs=of_outputs,
         )  # fmt: skip
 
+    def left_out_errors(self) -> tuple[Tensor, Tensor]:
+        """Returns `√w e` (M,) of targets that are left out, and its difference to the error of seen targets (M,).
+
+        Both are at the δσ² of highest evidence. The difference is `e h` for the leverage `h = 1 - σ²/V`.
+        """
+        log10 = self.best()
+        spectrum, scale, labels = self.at(log10)
+        variances, errors = self._moments(scale * spectrum, labels)
+        return errors, errors * (1 - scale * self.unit * 10**log10 / variances)
+
     def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns variances and squared errors (M,) of targets that are left out, by C and labels in its eigenbasis."""
+        """Returns variances and errors (M,) of targets that are left out, by C and labels in its eigenbasis."""
         # 1. C⁻¹r (M,), and a root of C⁻¹ (M, M)
         root = self.vectors / spectrum.sqrt()  # root rootᵀ = C⁻¹
         weighted = self.vectors @ (labels / spectrum)
@@ -182,16 +193,16 @@ class Process:
             part = root[rows]  # (G, k, M)
             left = torch.linalg.inv(part @ part.mT)
             variances[rows[counted]] = left.diagonal(dim1=1, dim2=2)[counted]
-            errors[rows[counted]] = (left @ weighted[rows][..., None])[..., 0][counted].square()
+            errors[rows[counted]] = (left @ weighted[rows][..., None])[..., 0][counted]
         return variances, errors
 
     def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[tuple[float, float], Tensor]:
-        """Returns the mean variance and squared error per target, from pairs (M,), without a few far samples.
+        """Returns the mean variance and squared error per target, by those of pairs (M,), without a few far samples.
 
         Also the larger one for the targets of each output, over the one of all (C,).
         """
         # 1. Σ w, Σ w v and Σ w e² over the pairs of a sample (n, 3); rows were multiplied by √w
-        pairs = torch.stack([self.counts, variances - noise, errors], 1)
+        pairs = torch.stack([self.counts, variances - noise, errors.square()], 1)
         parts = pairs.unflatten(0, (len(self.same), -1)).sum(1)
         widths = noise + parts[:, 1] / parts[:, 0].clamp_min(ROUNDING)  # mean variance of a target of each sample (n,)
         # 2. means over the samples that are not far

@@ -1,30 +1,38 @@
-"""Numbers of held-out data for likelihoods without noise variance and logit temperature: a factor, and other noise."""
+"""Numbers for likelihoods without noise variance and logit temperature: a factor by held-out data, and other noise."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..covariance import has_prior, without_spread
 from ..data.data import Data
 from ..data.inputs import checked
+from ..likelihoods import apply_weights
 from ..linalg import doubled
 from ..methods.passes import Batch
 from ..methods.temperature_scaling import refined
 from ..posterior import Posterior
+from ..posterior.tuned import Training, evenly_spaced_batches
 from ..prediction.aim import Aim
 from .held_out import sample_scores
 from .held_out_choice import surely_better
+from .leave_one_out import left_out_outputs
 from .search import evenly, pull
 
 log = logging.getLogger("lapwing")
 
 LATENT_FACTORS = evenly(-2.0, 4.0, 13)
 """Candidates for log10 of the factor."""
+
+SURELY_MORE, FEW_TARGETS = 4.5, 2
+"""Gain of log likelihood, in nats, that shows another value of one number, which is three standard errors; number of
+targets that show nothing."""
 
 
 def with_latent_factor(posterior: Posterior, held_out: Data, aim: Aim) -> Posterior:
@@ -60,13 +68,41 @@ def with_other_noise(posteriors: Sequence[Posterior], held_out: Data) -> list[Po
     tangent, candidates = posteriors[0].tangent, posteriors[0].likelihood.noise_candidates()
     if not candidates:
         return list(posteriors)
-    totals = torch.zeros(len(candidates), dtype=torch.float64)
-    for samples in checked(held_out, tangent.device):
-        rows = Batch.of(tangent, samples).rows()
-        latent = without_spread(doubled(rows["outputs"]))
-        totals += torch.stack([one.predict(latent).log_prob(rows["targets"]).sum() for one in candidates]).cpu()
-    found = candidates[int(totals.argmax())]
+    every = (Batch.of(tangent, samples).rows() for samples in checked(held_out, tangent.device))
+    scores = _log_likelihoods(candidates, ((rows["outputs"], rows["targets"], None) for rows in every))
+    found = candidates[int(scores.sum(1).argmax())]
     return [*posteriors, *(_with_noise(one, found) for one in posteriors)]
+
+
+def with_left_out_noise(posterior: Posterior, training: Training, samples: int) -> Posterior:
+    """Returns the posterior with the noise of highest likelihood for left-out training targets, or unchanged.
+
+    A network is near its own training targets, so its residuals show too little noise. The log likelihood must rise by
+    `SURELY_MORE`, without the `FEW_TARGETS` that gain most. Cost: a kernel of `samples` training samples, see
+    `leave_one_out`.
+    """
+    candidates = [posterior.likelihood, *posterior.likelihood.noise_candidates()]
+    if len(candidates) == 1:
+        return posterior
+    parts = list(evenly_spaced_batches(training, samples, posterior))
+    scores = _log_likelihoods(candidates, [left_out_outputs(posterior, parts)])
+    gains = scores - scores[0]
+    gains = gains.sum(1) - gains.topk(min(FEW_TARGETS, gains.shape[1])).values.clamp_min(0.0).sum(1)
+    found = candidates[int(gains.argmax())]
+    if gains.max() < SURELY_MORE:
+        return posterior
+    log.info("Training targets that are left out have the noise of %r, and residuals %r", found, posterior.likelihood)
+    return _with_noise(posterior, found)
+
+
+def _log_likelihoods(candidates: Sequence[Any], rows: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+    """Returns log densities of targets times weights, under K likelihoods at outputs without spread, (K, N) float64."""
+    scores = []
+    for outputs, targets, weights in rows:
+        latent = without_spread(doubled(outputs))
+        each = [apply_weights(one.predict(latent).log_prob(targets), weights) for one in candidates]
+        scores.append(torch.stack(each).double().cpu())
+    return torch.cat(scores, 1)
 
 
 def _with_noise(posterior: Posterior, likelihood: Any) -> Posterior:

@@ -1,4 +1,4 @@
-"""Leave-one-out predictions of the exact linearised model, which give the width of a regression."""
+"""Leave-one-out predictions of the exact linearised model: the width of a regression, and the rates of counts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..data.inputs import Inputs, Samples
 from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..tangent import Tangent
-from .gaussian_process import LeaveOneOut
+from .gaussian_process import LeaveOneOut, Process
 from .training_kernel import most_rows, process_of
 
 MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
@@ -51,26 +52,9 @@ def leave_one_out(
 
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and its eigendecomposition, O(M³).
     """
-    parts = [part for part in parts if part.count]
-    samples = sum(part.count for part in parts)
-    try:
-        outputs = posterior.tangent.width
-        rows = min(samples * outputs, most_rows(outputs))
-        tangent = trained(posterior, parts[0].inputs, rows, MAX_MULTIPLY_ADDS)
-        if tangent is not None:
-            return _left_out(posterior, tangent, parts, size or samples, residual)
-    except Exception as error:  # from layers that the fit does not treat
-        log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
-    return _left_out(posterior, posterior.tangent, parts, size or samples, residual)
-
-
-def _left_out(
-    posterior: Posterior, tangent: Tangent, parts: Sequence[Samples], size: float, residual: float
-) -> LeaveOneOut:
-    """Returns the result of `leave_one_out` for the weights of a tangent."""
     # 1. the δσ² of highest evidence
-    process = process_of(posterior, tangent, parts)
-    log10 = process.best()
+    process = _process_of_trained(posterior, parts)
+    size, log10 = size or sum(part.count for part in parts), process.best()
     result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
     # 2. if s is too small for the residual: the smallest δσ² at which it is not, by bisection
     if log10 < end and result.width < LOWEST_WIDTH * residual:
@@ -84,6 +68,36 @@ def _left_out(
         own = math.log10(posterior.noise_variance * delta / process.unit)
         result = replace(result, variance_of_draws=process.left_out(log10.new_tensor(own), size, 1 / delta).variance)
     return result
+
+
+@torch.no_grad()
+def left_out_outputs(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns outputs f' (M, 1) as for targets that a network has not seen, these targets (M, 1), and weights (M,).
+
+    `f' = f - e h`, for the left-out error e of `leave_one_out` and its leverage h: the network's output moves as far as
+    the one of the linearised model does. If the network is nearer to its targets than left-out predictions are, in the
+    mean square, it has overfitted, and f' are these: `f' = f + r - e` for its residual r.
+    """
+    process = _process_of_trained(posterior, parts)
+    targets, outputs, residuals = process.pairs.T
+    roots = process.counts.clamp_min(torch.finfo(outputs.dtype).tiny).sqrt()
+    errors, moved = (part / roots for part in process.left_out_errors())
+    sums = [(process.counts * part.square()).sum() for part in (errors, residuals + moved)]
+    outputs = outputs - moved if sums[0] <= sums[1] else outputs + residuals - errors
+    return outputs[:, None], targets[:, None], process.counts
+
+
+def _process_of_trained(posterior: Posterior, parts: Sequence[Samples]) -> Process:
+    """Returns the process of all trained weights, or of those that the posterior treats if these are too many."""
+    parts, outputs = [part for part in parts if part.count], posterior.tangent.width
+    rows = min(sum(part.count for part in parts) * outputs, most_rows(outputs))
+    try:
+        tangent = trained(posterior, parts[0].inputs, rows, MAX_MULTIPLY_ADDS)
+        if tangent is not None:
+            return process_of(posterior, tangent, parts)
+    except Exception as error:  # from layers that the fit does not treat
+        log.info("The trained weights that %s leaves out do not count: %s", posterior.method, error)
+    return process_of(posterior, posterior.tangent, parts)
 
 
 def untreated(tangent: Tangent) -> dict[str, int]:

@@ -1,16 +1,17 @@
-"""The exact linearised model of a regression: the kernel of training samples, and their labels."""
+"""The exact linearised model of a regression, or of logarithms of counts: the kernel of samples, and their labels."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from ..data.inputs import Inputs, Samples
-from ..likelihoods import aligned_targets, curvature_weights
+from ..likelihoods import curvature_weights
 from ..linalg import doubled, symmetric_eigen
 from ..methods.passes import Batch
 from ..posterior import Posterior
@@ -41,7 +42,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
 
     A sample has the outputs of all its positions, so that outputs (B, T, C) give the process of outputs (B, T C).
     """
-    # 1. y, y - f and w of all samples (n, C), shorter samples padded by zeros
+    # 1. y, f, r and w of all samples (n, C), shorter samples padded by zeros
     rows = [targets_of(posterior, part) for part in parts]
     ratios = posterior.likelihood.ratios(rows[0][1])
     sizes = [part.count for part in parts]
@@ -50,7 +51,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
         [pad(values.reshape(size, width), (0, max(widths) - width)) for values in part]
         for part, size, width in zip(rows, sizes, widths, strict=True)
     ]
-    targets, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
+    targets, every_output, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
     # 2. M pairs: `count` samples with `times` outputs each, in turn if a sample has more
     outputs = min(widths)
     most = most_rows(outputs)
@@ -68,14 +69,15 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
         inputs = (Inputs(torch.cat(tables)),)  # one batch, since the kernel reads all pairs of batches
     anchors = Anchors(tangent, inputs, samples, turns)
     weights = {block.name: 1.0 for block in tangent.blocks}
-    # 4. r = y - f + J(θ̂ - μ0) (M,)
+    # 4. r + J(θ̂ - μ0) (M,)
     mean = posterior.prior.mean if tangent is posterior.tangent else {}
     offset = {
         name: (value - mean.get(name, 0.0)).to(tangent.contraction_dtype)[None]
         for name, value in tangent.mean().items()
     }
     counts = every_weight[samples, turns]
-    labels = residuals[samples, turns] + doubled(anchors.inner(offset)[0])
+    pairs = torch.stack([values[samples, turns] for values in (targets, every_output, residuals)], 1)
+    labels = pairs[:, 2] + doubled(anchors.inner(offset)[0])
     biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
     # 5. K = JJᵀ (M, M), and the eigenpairs of √w K √w, with w divided by the noise ratio of the output
     gram = anchors.gram(weights, tangent.contraction_dtype)
@@ -90,23 +92,27 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
     return Process(
         values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times,
-        weight,
+        weight, pairs,
     )  # fmt: skip
 
 
-def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y, y - f and w, each (B, C), or (B T, C) with positions, in float64; missing targets have zeros."""
+def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns y, f, the residual r and w, each (B, C), or (B T, C) with positions, in float64.
+
+    r is `y - f` for a regression, and as `lw.Poisson` defines it for counts. Missing targets have zeros.
+    """
+    likelihood: Any = posterior.likelihood
     rows = Batch.of(posterior.tangent, samples).rows()
     outputs, targets, weights = rows["outputs"], rows["targets"], rows["weights"]
-    posterior.likelihood.check(outputs, targets)
+    likelihood.check(outputs, targets)
     outputs = doubled(outputs)
     targets, weights = targets.to(outputs.device), None if weights is None else weights.to(outputs.device)
-    every = curvature_weights(posterior.likelihood, outputs, targets, weights)
-    targets = aligned_targets("Gaussian", outputs, targets)
+    every = curvature_weights(likelihood, outputs, targets, weights)
+    residuals, targets = likelihood.residuals(outputs, targets), targets.reshape(outputs.shape).to(outputs)
     if every is None:
-        return targets, targets - outputs, torch.ones_like(targets)
+        return targets, outputs, residuals, torch.ones_like(targets)
     every = every.double().expand_as(targets)
-    return targets.nan_to_num(), torch.where(every == 0, 0.0, targets - outputs), every
+    return targets.nan_to_num(), outputs, torch.where(every == 0, 0.0, residuals), every
 
 
 def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -117,7 +123,7 @@ def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Te
     tables = [part.inputs.value for part in parts if isinstance(part.inputs.value, Tensor)]
     if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
         return None
-    targets, _, weights = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))
+    targets, _, _, weights = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))
     x, ratios = torch.cat(tables), posterior.likelihood.ratios(targets)
     return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
 
