@@ -17,10 +17,13 @@ from ..errors import LapwingError
 from ..linalg import at_least_float32, doubled, seeded
 from .base import NoiselessLikelihood, apply_weights
 from .links import ExactLink, Link
-from .mixtures import NormalsPrediction, mixture_of, normal_nodes
+from .mixtures import NORMAL_NODES, REACH, NormalsPrediction, mixture_of, normal_nodes
 from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets, known_targets
+
+LOG_STEP, WIDEST_LOG, FARTHEST_LOG = 0.6, 50.0, 700.0
+"""Largest step between nodes of a log variance s, for √Var[s] up to this; largest |s|, near the end of float64."""
 
 SQUARES = "squared_standardised"  # the statistic that shows whether outputs are log variances
 
@@ -116,8 +119,8 @@ def _mean_and_log_variance(outputs: Tensor) -> tuple[Tensor, Tensor]:
 class HeteroscedasticPrediction(NormalsPrediction):
     """Real outputs with uncertain noise at B inputs: `∫ N(y; m, exp(s)) N(m, s) dm ds`, one y_k at a time.
 
-    Mean and variances are exact. The density is a mixture of Gaussians over 65 nodes of s: m given s, plus noise.
-    Weight draws give an equal mixture over the draws. The K targets of one input are assumed independent.
+    Mean and variances are exact. The density is a mixture of Gaussians over 65 or more nodes of s: m given s, plus
+    noise. Weight draws give an equal mixture over the draws. The K targets of one input are assumed independent.
     """
 
     latent: AnyLatent
@@ -170,14 +173,18 @@ class HeteroscedasticPrediction(NormalsPrediction):
         draws = self.latent.draws
         if draws is not None:
             mean, log_variance = draws.double().chunk(2, -1)
-            return mean, log_variance.exp(), mean.new_full((len(mean), 1, 1), 1.0 / len(mean))
+            noise = log_variance.clamp(-FARTHEST_LOG, FARTHEST_LOG).exp()
+            return mean, noise, mean.new_full((len(mean), 1, 1), 1.0 / len(mean))
         mean, log_variance = self.latent.mean.double().chunk(2, -1)
         count, covariance = mean.shape[-1], self.latent.own_covariance.double()
         variance, spread = covariance.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
         # 1. b = Cov[m, s]/√Var[s] (B, K): with s at z deviations, m has the mean m + b z and the variance Var[m] - b²
         std = (spread + LEAST_VARIANCE).sqrt()
         slope = covariance.diagonal(count, -2, -1) / std  # change of m per standard deviation of s
-        z, weights = normal_nodes(mean)
-        # 2. plus the noise e^s at the nodes z (S, B, K)
-        noise = (log_variance + std * z).exp()
+        # 2. the nodes z (S, 1, 1) for the largest √Var[s]; the CRPS is an integral over s up to about z = √Var[s]/4
+        widest = min(float(std.detach().max()), WIDEST_LOG) if len(std) else 0.0
+        reach = max(REACH, 3.0 + 0.25 * widest)
+        z, weights = normal_nodes(mean, int(max(NORMAL_NODES, 2.0 * reach * widest / LOG_STEP + 2.0)), reach)
+        # 3. plus the noise e^s at the nodes z (S, B, K)
+        noise = (log_variance + std * z).clamp(-FARTHEST_LOG, FARTHEST_LOG).exp()
         return mean + slope * z, noise + (variance - slope.square()).clamp_min(0.0), weights

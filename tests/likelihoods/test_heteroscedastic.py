@@ -15,7 +15,7 @@ from lapwing.covariance import Latent
 from lapwing.covariance.terms import DenseTerm
 from tests.likelihoods.fakes import FakeDraws, joint_latent, random_latent
 
-LIKELIHOOD = lw.HeteroscedasticGaussian()
+LIKELIHOOD, F64 = lw.HeteroscedasticGaussian(), torch.float64
 
 
 def test_density_is_the_integral_over_mean_and_log_variance():
@@ -36,7 +36,7 @@ def test_density_is_the_integral_over_mean_and_log_variance():
     torch.testing.assert_close(prediction.distribution().log_prob(y), prediction.log_prob(y))
 
 
-@pytest.mark.parametrize(("spread", "tolerance"), [(0.3, 1e-12), (3.0, 1e-10), (10.0, 1e-8), (30.0, 1e-3)])
+@pytest.mark.parametrize(("spread", "tolerance"), [(0.3, 1e-12), (10.0, 1e-12), (30.0, 1e-5), (100.0, 1e-4)])
 def test_the_crps_of_a_very_uncertain_noise(spread, tolerance):
     """Pairs of the normals give it exactly: `E|Y - y| - 1/2 E|Y - Y'|`."""
     mean = torch.tensor([[0.3, -0.7]]).double().expand(20, 2)
@@ -53,6 +53,35 @@ def test_the_crps_of_a_very_uncertain_noise(spread, tolerance):
     pairs = [weights * size(means - m, variances + v) * w for m, v, w in zip(means, variances, weights, strict=True)]
     wanted = (weights * size(y - means, variances)).sum(0) - 0.5 * torch.stack(pairs).sum((0, 1))
     torch.testing.assert_close(prediction.crps(y), wanted, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 6.0, 8.0, 10.0, 13.0, 20.0, 30.0])
+def test_quantiles_and_crps_at_any_standard_deviation_of_the_log_variance(spread):
+    """A dense grid over s gives F, and the CRPS is `∫ (F(t) - 1[t ≥ y])² dt` over logarithms of the distance from m."""
+    mean, variance, slope, log_variance = -0.7, 0.5, 0.3, -2.0
+    moments = torch.tensor([[mean, log_variance]], dtype=F64)
+    covariance = torch.tensor([[[variance, slope * spread], [slope * spread, spread**2]]], dtype=F64)
+    prediction = LIKELIHOOD.predict(Latent(moments, (DenseTerm(covariance),)))
+    z = torch.linspace(-14, 14, max(401, int(56 * spread)), dtype=F64)
+    weights = (-0.5 * z.square()).softmax(0)
+    means, stds = mean + slope * z, (variance - slope**2 + (log_variance + spread * z).exp()).sqrt()
+
+    def below(y, side=1.0):
+        return torch.cat([torch.special.ndtr(side * (part[:, None] - means) / stds) @ weights for part in y.split(256)])
+
+    levels = torch.tensor([1e-6, 0.05, 0.3, 0.499, 0.5, 0.501, 0.7, 0.95, 1 - 1e-6], dtype=F64)
+    quantiles = torch.cat([prediction.quantile(level)[0] for level in levels.tolist()])
+    assert bool((quantiles.diff() > 0).all())
+    torch.testing.assert_close(below(quantiles), levels, rtol=0, atol=1e-8)
+    torch.testing.assert_close(torch.cat([prediction.pit(q[None, None])[0] for q in quantiles]), levels)
+    u, step = torch.arange(-600, 4000, dtype=F64) / 20, 0.05
+    x = u.exp()
+    lower, upper, above = below(mean - x), below(mean + x), below(mean + x, -1.0)
+    for place in (300, 580, 680):  # y - m is e^-15, 0.4 or 55
+        error = torch.where(u < u[place], upper.square(), above.square())
+        error[place] = 0.5 * (upper[place].square() + above[place].square())
+        wanted = float(((lower.square() + error) * x).sum() * step)
+        assert float(prediction.crps((mean + x[place]).reshape(1, 1))) == pytest.approx(wanted, rel=1e-3)
 
 
 @pytest.mark.parametrize("latent", [random_latent(size=4, scale=0.5), joint_latent(size=4)], ids=["batch", "joint"])

@@ -233,6 +233,26 @@ def test_mixture_quantile_between_far_components_stays_in_its_bracket():
     assert abs(float(mixture_quantile(draws, 0.01 + 0 * draws, 1 / len(draws) + 0 * draws, 0.5))) <= 100
 
 
+def test_quantiles_far_inside_their_bracket_have_derivatives():
+    """Half the mass is within 1e-8, the widest normal has a standard deviation of 1e40."""
+    means, weights = torch.tensor([0.3, 0.3, -0.2]).double().reshape(3, 1, 1), torch.tensor([0.5, 0.4, 0.1]).double()
+    logs = torch.tensor([-37.0, 1.0, 184.0]).double().reshape(3, 1, 1)
+    for probability in (0.06, 0.3, 0.9):
+        assert torch.autograd.gradcheck(
+            lambda m, s, p=probability: mixture_quantile(m, s.exp(), weights.reshape(3, 1, 1), p),
+            (means.clone().requires_grad_(), logs.clone().requires_grad_()),
+            atol=1e-6,
+        )
+
+
+def test_the_crps_of_narrow_draws_is_that_of_points():
+    """Also if one draw is far from the others."""
+    draws, y = torch.randn(20, 3, 2, generator=torch.Generator().manual_seed(0)).double(), torch.randn(3, 2).double()
+    draws[0] = 1e4
+    wanted = (draws - y).abs().mean(0) - (draws - draws[:, None]).abs().mean((0, 1)) / 2
+    torch.testing.assert_close(Gaussian(1e-18).predict(FakeDraws(draws)).crps(y), wanted, rtol=1e-6, atol=0)
+
+
 def test_joint_draws_make_one_mixture_over_all_inputs():
     latent = some_draws(joint=True)
     prediction = Gaussian(0.3).predict(latent)
