@@ -15,17 +15,8 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import (
-    BlockJacobian,
-    DiagonalWeights,
-    MatrixJacobian,
-    Reads,
-    Weightings,
-    at_positions,
-    materialised,
-    reflect_,
-)
-from .strips import Strip, Strips
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, materialised, reflect_
+from .strips import Strip, Strips, at_positions
 
 REDUCTION = 40
 """Cost of multiplying and summing one entry, in multiply-adds of a matrix product."""

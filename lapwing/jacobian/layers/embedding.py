@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, at_positions, reflect_
+from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
+from ..strips import at_positions
 from .use import BatchAxis, Use, Watched, aten, by_name, register_reader
 
 
