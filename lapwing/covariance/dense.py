@@ -16,6 +16,9 @@ from .base import PriorCovariance, join_blocks, precision_spec, register_covaria
 from .layer_block import FactorLayer, LayerBlock
 from .terms import Terms, cross_covariance, factored_or_dense, of_both, standard_normal
 
+Eigen = tuple[Tensor, Tensor, Tensor]
+"""λ and U of the whitened curvature, and the prior precision (n_blocks,) that whitened it."""
+
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
     """Repeats the value of each block (n_blocks,) for all weights of the block (P,)."""
@@ -37,12 +40,7 @@ class DenseCovariance(PriorCovariance):
     continued_by = "matrix"
 
     def __init__(
-        self,
-        blocks: tuple[Block, ...],
-        curvature: Tensor,
-        precision: Tensor,
-        scale: float,
-        eigen: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, blocks: tuple[Block, ...], curvature: Tensor, precision: Tensor, scale: float, eigen: Eigen | None = None
     ) -> None:
         self.blocks, self.curvature, self.precision, self.scale = blocks, curvature.double(), precision, scale
         self.scratch_per_row = 3 * self.size
