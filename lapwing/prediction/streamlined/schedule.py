@@ -59,7 +59,7 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
             wanted.update(s.name for s in _carriers(node, attention) if s.name in uncertain)
     uncertain = wanted
     moving = reached(calls, set(filter(None, graph.leaves)))
-    root, members = _functions(calls, users, frozenset(uncertain), moving, output)
+    root, members = _functions(graph, users, frozenset(uncertain), moving)
     steps = []
     for node in calls:
         if node.name not in uncertain:
@@ -123,11 +123,7 @@ def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.N
 
 
 def _functions(
-    calls: Sequence[fx.Node],
-    users: Mapping[str, list[fx.Node]],
-    uncertain: frozenset[str],
-    moving: set[str],
-    output: str,
+    graph: Graph, users: Mapping[str, list[fx.Node]], uncertain: frozenset[str], moving: set[str]
 ) -> tuple[dict[str, str], dict[str, list[fx.Node]]]:
     """Returns uncertain value -> the uncertain tensor that it is a function of, or itself; that tensor -> its calls.
 
@@ -137,7 +133,7 @@ def _functions(
     while True:
         root = {name: name for name in uncertain}
         members: dict[str, list[fx.Node]] = {}
-        for node in calls:
+        for node in graph.nodes:
             sources = [s.name for s in node.all_input_nodes if s.name in uncertain]
             roots = {root[name] for name in sources}
             if node.name not in uncertain or len(roots) != 1 or not moving.issuperset(sources):  # weights: no samples
@@ -148,7 +144,8 @@ def _functions(
                 (source,) = roots
                 root[node.name] = source
                 members.setdefault(source, []).append(node)
-        outside = {name for source, some in members.items() for name in _outside(source, some, users, root, output)}
+        found = (_outside(source, some, users, root, graph.output) for source, some in members.items())
+        outside = set[str]().union(*found)
         if not outside:
             return root, members
         alone |= outside
