@@ -91,7 +91,10 @@ def _products(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the outputs (B, C), and the products (S, B, C) of their Jacobian with draws, or None without products."""
     largest = max([tangent.outputs, *(use.out for use in tangent.plan.order)])
-    chunks = list(tangent.check(inputs).chunks(_length(tangent, largest, tangent.size)))
+    # Tangents of at most 16 MiB make convolutions twice as fast. But a chunk has at least as many entries as the
+    # weights, which each chunk reads.
+    length = max(SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize), tangent.size // largest)
+    chunks = list(tangent.check(inputs).chunks(max(1, min(tangent.chunk_length(DIRECTIONS), length))))
     mean = torch.cat([tangent.call_with({}, chunk).to(tangent.dtype) for _, chunk in chunks])
     check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
@@ -108,16 +111,6 @@ def _products(
             whole[group, rows] = part
         del steps  # frees them before the next draws
     return mean, whole
-
-
-def _length(tangent: Tangent, largest: int, weights: int) -> int:
-    """Returns the number of samples per chunk of forward mode, if a layer has at most `largest` entries per sample.
-
-    Tangents of at most 16 MiB make convolutions twice as fast. But a chunk has at least as many entries as the weights,
-    which each chunk reads.
-    """
-    length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
-    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, weights // largest)))
 
 
 _LATEST_STEPS: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
