@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from .functions import Fused
 from .graph import Graph
@@ -96,10 +97,7 @@ def reached(calls: Sequence[fx.Node], names: Set[str]) -> set[str]:
 
 def _has_slope(node: fx.Node) -> bool:
     """Whether a call returns floating-point values. Other calls run on means."""
-    if is_a(node, Kind.FLAT):
-        return False
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = () if is_a(node, Kind.FLAT) else tree_leaves(node.meta.get("val"))
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
