@@ -211,10 +211,8 @@ class Latent(BaseLatent):
     @property
     def _rows(self) -> list[Tensor]:
         """All tensors with one row per sample."""
-        return [
-            *(getattr(self, name) for name in self._row_names),
-            *(rows for term in self.terms for rows in term.rows),
-        ]
+        own = [getattr(self, name) for name in self._row_names]
+        return own + [rows for term in self.terms for rows in term.rows]
 
     def _with_rows(self, rows: Sequence[Tensor]) -> Latent:
         """Returns the latent with other tensors instead of `_rows`."""

@@ -244,9 +244,8 @@ def _agrees_with_reverse_mode(
     with torch.enable_grad():
         gradients = _gradients(outputs(leaves), leaves.values(), u)
     flat = {name: gradient.detach().flatten() for name, gradient in zip(leaves, gradients, strict=True)}
-    wanted = torch.cat(
-        [total(group[name].reshape(-1, len(flat[name])) @ flat[name] for name in flat) for group in groups]
-    )  # (K,)
+    each = [total(group[name].reshape(-1, len(flat[name])) @ flat[name] for name in flat) for group in groups]
+    wanted = torch.cat(each)  # (K,)
     contracted = products.flatten(1) @ u.flatten()
     eps = torch.finfo(products.dtype).eps
     allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / len(products)

@@ -175,7 +175,6 @@ class Drawing(EagerMode):
       depend on each other by the weights that they share. The batch has one draw ΔW, and each sample has random signs,
       `W_n = M + ΔW ∘ r_n s_nᵀ`.
     - **shared**: one draw for the batch, for all other layers, and for layers with an unknown axis of features.
-
     """
 
     def __init__(self, means: Values, stds: Values, axes: Axes, samples: int, generator: torch.Generator) -> None:

@@ -35,10 +35,8 @@ class OneHot(MatrixJacobian):
         for channel in range(self.width):
             rows = self.g.new_zeros(self.batch, self.cotangents, self.vocabulary)
             index = self.tokens[:, None, :].expand(-1, self.cotangents, -1)
-            yield (
-                slice(channel * self.vocabulary, (channel + 1) * self.vocabulary),
-                rows.scatter_add(2, index, self.g[..., channel]),
-            )
+            part = slice(channel * self.vocabulary, (channel + 1) * self.vocabulary)
+            yield part, rows.scatter_add(2, index, self.g[..., channel])
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> OneHot:
         """Returns J with g in another basis (1, O, O). The one-hot inputs are already in the eigenbasis of A."""
