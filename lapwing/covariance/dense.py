@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -92,9 +92,7 @@ class DenseCovariance(PriorCovariance):
     def diagonal(self) -> Vectors:
         return split_blocks(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
-    def output_covariances(
-        self, record: Record, candidates: Sequence[DenseCovariance], reads: Reads
-    ) -> Iterable[Terms]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> Iterable[Terms]:
         """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
         eigen, rotated, prior_root = None, record.outputs, self._prior_root
         for candidate in candidates:

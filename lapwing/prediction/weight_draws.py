@@ -23,6 +23,9 @@ from .way import Way
 
 AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
+SomeDraws = tuple[slice, list[Group]]
+"""Which of S draws of the weights these are, and the draws, laid out for products."""
+
 
 def latent_of_draws(
     tangent: Tangent, covariance: Covariance, inputs: Inputs, draws: int, seed: int, joint: bool
@@ -86,9 +89,7 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Inputs) -> An
     return LatentAtPositions(replace(latent, **tensors), places)
 
 
-def _products(
-    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], inputs: Inputs, count: int
-) -> tuple[Tensor, Tensor | None]:
+def _products(tangent: Tangent, draws: Iterable[SomeDraws], inputs: Inputs, count: int) -> tuple[Tensor, Tensor | None]:
     """Returns the outputs (B, C), and the products (S, B, C) of their Jacobian with draws, or None without products."""
     largest = max([tangent.outputs, *(use.out for use in tangent.plan.order)])
     # Tangents of at most 16 MiB make convolutions twice as fast. But a chunk has at least as many entries as the
@@ -117,10 +118,8 @@ _LATEST_STEPS: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = Wea
 """A posterior's covariance -> the number of draws, their seed, and the draws."""
 
 
-def _weight_draws(
-    tangent: Tangent, covariance: Covariance, count: int, seed: int
-) -> Iterator[tuple[slice, list[Group]]]:
-    """Yields (rows, draws of `N(0, Σ)` laid out for products) that fit half of the memory budget.
+def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> Iterator[SomeDraws]:
+    """Yields draws of `N(0, Σ)` that fit half of the memory budget.
 
     Draws that fit a quarter are kept: drawing the weights of wide layers costs more than multiplying with them.
     """
