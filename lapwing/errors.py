@@ -75,9 +75,8 @@ def unknown_option(function: str, name: str, known: Iterable[str]) -> LapwingErr
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory has run out. torch has no class for this on a CPU, so text is matched."""
     words = "DefaultCPUAllocator", "bad_alloc"
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:

@@ -43,9 +43,8 @@ class Blockwise(PriorCovariance):
     def _weighting(self, name: str) -> DiagonalWeights:
         """Returns the weighting `1/(s λ + δ)` of one block, which is computed when it is first used."""
         delta, scale = self._delta[name], self.scale  # a closure over self would be a reference cycle
-        return DiagonalWeights(
-            self.structures[name].eigenvalues.flatten(), lambda values: (scale * values).add_(delta).reciprocal_()
-        )
+        values = self.structures[name].eigenvalues.flatten()
+        return DiagonalWeights(values, lambda values: (scale * values).add_(delta).reciprocal_())
 
     @cached_property
     def _weightings(self) -> dict[str, DiagonalWeights]:

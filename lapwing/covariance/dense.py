@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from ..tangent import Block, Record, Tangent, TensorSpec, Vectors
 from .base import PriorCovariance, join_blocks, precision_spec, register_covariance, same_ratios, split_blocks
 from .layer_block import FactorLayer, LayerBlock
 from .terms import Terms, cross_covariance, factored_or_dense, of_both, standard_normal
+
+Eigen = tuple[Tensor, Tensor, Tensor]
+"""λ and U of the whitened curvature, and the prior precision (n_blocks,) that whitened it."""
 
 
 def expand(blocks: tuple[Block, ...], values: Tensor) -> Tensor:
@@ -37,12 +40,7 @@ class DenseCovariance(PriorCovariance):
     continued_by = "matrix"
 
     def __init__(
-        self,
-        blocks: tuple[Block, ...],
-        curvature: Tensor,
-        precision: Tensor,
-        scale: float,
-        eigen: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, blocks: tuple[Block, ...], curvature: Tensor, precision: Tensor, scale: float, eigen: Eigen | None = None
     ) -> None:
         self.blocks, self.curvature, self.precision, self.scale = blocks, curvature.double(), precision, scale
         self.scratch_per_row = 3 * self.size
@@ -94,9 +92,7 @@ class DenseCovariance(PriorCovariance):
     def diagonal(self) -> Vectors:
         return split_blocks(self.blocks, (self._basis.square() @ self._weights) * self._prior_root.square())
 
-    def output_covariances(
-        self, record: Record, candidates: Sequence[DenseCovariance], reads: Reads
-    ) -> Iterable[Terms]:
+    def output_covariances(self, record: Record, candidates: Sequence[Self], reads: Reads) -> Iterable[Terms]:
         """Rotates J once for consecutive candidates whose priors have the same ratios between blocks."""
         eigen, rotated, prior_root = None, record.outputs, self._prior_root
         for candidate in candidates:

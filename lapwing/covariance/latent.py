@@ -26,7 +26,6 @@ from .terms import (
     EigenTerm,
     MarginalTerm,
     SelectedTerm,
-    Term,
     Terms,
     concatenate,
     multiplied_out,
@@ -151,11 +150,9 @@ class Latent(BaseLatent):
         return replace(self, mean=affine_logits(self.mean, matrix, shift), terms=(term,))
 
     def compact(self, covariances: bool) -> Latent:
-        if covariances:
-            term: Term = DenseTerm(doubled(self.covariance.detach()), doubled(self.centred_variance.detach()))
-        else:
-            term = MarginalTerm(doubled(self.variance.detach()), doubled(self.centred_variance.detach()))
-        return replace(self, mean=doubled(self.mean.detach()), terms=(term,))
+        kind, values = (DenseTerm, self.covariance) if covariances else (MarginalTerm, self.variance)
+        mean, values, centred = (doubled(part.detach()) for part in (self.mean, values, self.centred_variance))
+        return replace(self, mean=mean, terms=(kind(values, centred),))
 
     def widened(self, variances: Tensor) -> Latent:
         """Returns the latent with variances (C,) added to each output."""
@@ -214,10 +211,8 @@ class Latent(BaseLatent):
     @property
     def _rows(self) -> list[Tensor]:
         """All tensors with one row per sample."""
-        return [
-            *(getattr(self, name) for name in self._row_names),
-            *(rows for term in self.terms for rows in term.rows),
-        ]
+        own = [getattr(self, name) for name in self._row_names]
+        return own + [rows for term in self.terms for rows in term.rows]
 
     def _with_rows(self, rows: Sequence[Tensor]) -> Latent:
         """Returns the latent with other tensors instead of `_rows`."""

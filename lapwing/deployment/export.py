@@ -173,7 +173,8 @@ class Run(nn.Module, ABC):
         self.graph, self.dtype = graph, tangent.dtype
         self.observe, self.kinds, self.novelty, self.layer = wanted.observe, wanted.kinds, wanted.novelty, wanted.layer
         self.activation = tangent.call.activation
-        self.features = "" if self.novelty is None else _features(self.novelty, values, inputs)
+        if self.novelty is not None:
+            self.features = _equal_value(values, features_of(self.novelty.tangent, inputs), OTHER_FEATURES)
         self.of_noise = _read_by(values, tangent, self.layer, inputs) if self.layer else graph.output
 
     @abstractmethod
@@ -260,39 +261,35 @@ class StreamlinedRun(Run):
         return mean, moments, values, ()
 
 
-def _features(novelty: Novelty, values: Mapping[str, Any], inputs: Inputs) -> str:
-    """Returns the name of the value that equals the features of a detector."""
-    name = _equal_value(values, features_of(novelty.tangent, inputs))
-    if name is not None:
-        return name
-    raise LapwingError(
-        "No exported tensor has the features of novelty=. If the detector is of another network, write "
-        "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins those of "
-        "several layers, which is not exported: deploy without it, and call detector(x) too."
-    )
+OTHER_FEATURES = (
+    "No exported tensor has the features of novelty=. If the detector is of another network, write "
+    "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins those of "
+    "several layers, which is not exported: deploy without it, and call detector(x) too."
+)
 
 
-def _equal_value(values: Mapping[str, Any], wanted: Tensor) -> str | None:
-    """Returns the name of the last value that equals a tensor, or None: a ReLU may equal its input at the example."""
+def _equal_value(values: Mapping[str, Any], wanted: Tensor, otherwise: str) -> str:
+    """Returns the name of the last value that equals a tensor: a ReLU may equal its input at the example.
+
+    Raises an error with the message `otherwise` if there is none.
+    """
     relative = max(1e-3, 4 * torch.finfo(wanted.dtype).eps)
     close = partial(torch.allclose, rtol=relative, atol=relative / 10)
     for name, value in reversed(list(values.items())):
         mean = mean_of(value) if isinstance(value, (Tensor, Moments)) else None
         if mean is not None and mean.shape == wanted.shape and close(mean.to(wanted), wanted):
             return name
-    return None
+    raise LapwingError(otherwise)
 
 
 def _read_by(values: Mapping[str, Any], tangent: Tangent, layer: str, inputs: Inputs) -> str:
     """Returns the name of the value that equals the inputs of a layer."""
-    name = _equal_value(values, features_at(tangent, layer, inputs))
-    if name is not None:
-        return name
-    raise LapwingError(
+    otherwise = (
         f"No exported tensor has the inputs of layer {layer} of {type(tangent.model).__name__}, which the noise of "
         "each input, or an amortised way, reads. Fit with likelihood=lw.Gaussian(noise='constant') or write "
         "lw.deploy(posterior, x, outputs='latent'); and leave out via=."
     )
+    return _equal_value(values, features_at(tangent, layer, inputs), otherwise)
 
 
 def _end(program: Program) -> tuple[Step, ...]:

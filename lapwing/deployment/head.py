@@ -162,10 +162,6 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
 
 def squares_of_weights(treated: Treated) -> tuple[Tensor, Tensor]:
     """Returns V (1, I, Q) and s (1, O, Q), as `LayerBlock.rotation`, for weights without a common basis."""
-    basis, scale = _squares_of(
-        lambda rows: treated.covariance.push(rows, None, False),
-        treated.block.matrix_shape[2],
-        next(iter(treated.marginals.values())),
-        repr(treated.block.name),
-    )
+    block, push, like = treated.block, treated.covariance.push, next(iter(treated.marginals.values()))
+    basis, scale = _squares_of(lambda rows: push(rows, None, False), block.matrix_shape[2], like, repr(block.name))
     return basis[None], scale[None]

@@ -60,14 +60,16 @@ def rows_of(posteriors: Mapping[str, Candidate], data: Data) -> tuple[dict[str, 
             '{"KFAC": posterior}, test_loader).'
         )
     rows: dict[str, Row] = {}
+    alone = partial(_predicted_alone, likelihood, positions)
     if base not in posteriors:
         assert main is not None
-        rows[NETWORK_ROW] = _network(main.tangent.outputs_of, likelihood, main.tangent.device, positions, columns)
+        run = main.tangent.outputs_of
+        rows[NETWORK_ROW] = Row(partial(alone, run), run, main.tangent.device, likelihood, columns)
     for name, candidate in posteriors.items():
         if isinstance(candidate, nn.Module):
             device = next((parameter.device for parameter in candidate.parameters()), None)
             run = torch.no_grad()(Call(candidate, layout=positions).shaped)
-            rows[name] = _network(run, likelihood, device, positions, columns)
+            rows[name] = Row(partial(alone, run), run, device, likelihood, columns)
         else:
             one, way = candidate if isinstance(candidate, tuple) else (candidate, None)
             posterior = posteriors_in(one)[0]
@@ -95,24 +97,16 @@ def _with_noise(posterior: Posterior) -> Likelihood:
     return likelihood if residual is None or posterior.noise_fixed else likelihood.with_noise_variance(residual)
 
 
-def _network(
-    forward: Callable[[Inputs], Tensor],
-    likelihood: Likelihood,
-    device: torch.device | None,
-    positions: Positions | None,
-    columns: Columns,
-) -> Row:
-    """Returns a network as a posterior without spread."""
-
-    def predict(inputs: Inputs) -> Prediction:
-        outputs = forward(inputs)
-        layout = Positions.of(outputs.shape, None) if positions is None or outputs.ndim == 2 else positions
-        rows = finite(layout.rows(outputs), likelihood.activation)
-        batches.check_outputs(rows, "a batch of compare")
-        places = layout.places(len(outputs), layout.sizes(outputs.shape))
-        return likelihood.predicted(LatentAtPositions(without_spread(rows), places), None, None)
-
-    return Row(predict, forward, device, likelihood, columns)
+def _predicted_alone(
+    likelihood: Likelihood, positions: Positions | None, forward: Callable[[Inputs], Tensor], inputs: Inputs
+) -> Prediction:
+    """Returns the prediction of a network, as of a posterior without spread."""
+    outputs = forward(inputs)
+    layout = Positions.of(outputs.shape, None) if positions is None or outputs.ndim == 2 else positions
+    rows = finite(layout.rows(outputs), likelihood.activation)
+    batches.check_outputs(rows, "a batch of compare")
+    places = layout.places(len(outputs), layout.sizes(outputs.shape))
+    return likelihood.predicted(LatentAtPositions(without_spread(rows), places), None, None)
 
 
 def _likelihood(data: Data) -> Likelihood:

@@ -111,9 +111,8 @@ class Comparison:
         if not found:
             raise LapwingError("No picture fits predictions of several heads, or of targets such as (time, ended).")
         lines = -(-len(found) // 2)
-        figure, axes = extra("matplotlib.pyplot").subplots(
-            lines, 2, figsize=(9, 3.6 * lines), squeeze=False, layout="constrained"
-        )
+        pyplot = extra("matplotlib.pyplot")
+        figure, axes = pyplot.subplots(lines, 2, figsize=(9, 3.6 * lines), squeeze=False, layout="constrained")
         for ax in axes.flat[len(found) :]:
             ax.set_axis_off()
         for ax, picture in zip(axes.flat, found, strict=False):
@@ -254,10 +253,9 @@ def compare(
         every, p = {"": data, **sets}, {}
         if score.held_out is not None:
             p = {key: score.p_value(value).cpu() for key, value in every.items()}
-            shares = (
-                f"{(one <= 0.05).double().mean():.1%} of {key or 'the held-out inputs'}" for key, one in p.items()
-            )
-            notes.append(f"At a rate of 5 % the detector raises an alarm for {', '.join(shares)}.")
+            rates = {key or "the held-out inputs": (one <= 0.05).double().mean() for key, one in p.items()}
+            shares = ", ".join(f"{rate:.1%} of {what}" for what, rate in rates.items())
+            notes.append(f"At a rate of 5 % the detector raises an alarm for {shares}.")
         scores = {key: score(value).cpu() for key, value in every.items()}
         rows = {name: with_novelty(row, scores, p) for name, row in rows.items()}
     return _table(rows, notes, sets)

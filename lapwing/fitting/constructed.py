@@ -51,9 +51,8 @@ def diagonal(tangent: Tangent, variances: Mapping[str, Tensor], precision: Tenso
     """Returns the covariance of independent weights from variances by parameter, and the prior precision if known."""
     joined = {name: value.to(tangent.device, tangent.dtype) for name, value in variances.items()}
     parts = join(tangent.blocks, joined)
-    return LowRankPlusDiagonal(
-        tangent.blocks, parts, {name: part.new_zeros(0, len(part)) for name, part in parts.items()}, precision
-    )
+    no_factor = {name: part.new_zeros(0, len(part)) for name, part in parts.items()}
+    return LowRankPlusDiagonal(tangent.blocks, parts, no_factor, precision)
 
 
 def constructed(

@@ -181,9 +181,8 @@ def _changed(member: Posterior[P], factor: float) -> Posterior[P]:
     if member.logit_temperature is not None:
         return replace(member, likelihood=member.likelihood.with_logit_temperature(factor * member.logit_temperature))
     noise, fitted = factor * member.noise_variance, getattr(member.likelihood, "input_noise", None)
-    changed = (
-        member.at(member.prior.precision / factor, noise) if has_prior(member.covariance) else member.with_noise(noise)
-    )
+    known = has_prior(member.covariance)
+    changed = member.at(member.prior.precision / factor, noise) if known else member.with_noise(noise)
     if fitted is None:
         return changed
     return replace(changed, likelihood=replace(changed.likelihood, input_noise=fitted.times(factor)))  # type: ignore[type-var]

@@ -178,8 +178,7 @@ def _planned(options: FitOptions, model: nn.Module, data: FitData, warn: bool) -
     seconds += footprint.products * _product_seconds(tangent.device) if footprint.products else 0.0
     return Plan(
         method=repr(method), parameters=tangent.size, outputs=tangent.outputs, passes=footprint.passes,
-        kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed),
-        seconds=seconds,
+        kept_bytes=footprint.kept, peak_bytes=max(footprint.peak, probed), seconds=seconds,
         advice=advice_on_memory(method, shape),
     )  # fmt: skip
 

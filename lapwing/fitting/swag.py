@@ -285,10 +285,8 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
     if not deviations:
         return covariance
     rows = {name: torch.stack([each[name] for each in deviations]) for name in collector.names}
-    factor = {
-        name: block_rows.to(tangent.device, tangent.dtype) * (scale / (len(deviations) - 1)) ** 0.5  # (K, P_block)
-        for name, block_rows in join(tangent.blocks, rows).items()
-    }
+    share, like = (scale / (len(deviations) - 1)) ** 0.5, (tangent.device, tangent.dtype)
+    factor = {name: part.to(*like) * share for name, part in join(tangent.blocks, rows).items()}  # (K, P_block)
     return LowRankPlusDiagonal(tangent.blocks, covariance.variances, factor)
 
 

@@ -349,13 +349,6 @@ class Sliced(MatrixJacobian):
         return rows
 
 
-def at_positions(weights: Tensor, positions: int) -> Tensor:
-    """Returns weights (B, T) for a layer with some number of positions: their own, or the mean of each sample."""
-    if weights.shape[1] == positions:
-        return weights
-    return weights.mean(1, keepdim=True).expand(-1, positions)
-
-
 def as_matrix(jacobian: BlockJacobian) -> MatrixJacobian:
     """Returns the Jacobian of a block with a matrix layout, which has Kronecker factors."""
     assert isinstance(jacobian, MatrixJacobian)

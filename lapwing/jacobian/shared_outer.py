@@ -15,17 +15,8 @@ from torch import Tensor
 
 from ..linalg import add_squares, nonnegative, total
 from .chunked_rows import ChunkedRows, RotatedOuter
-from .jacobian import (
-    BlockJacobian,
-    DiagonalWeights,
-    MatrixJacobian,
-    Reads,
-    Weightings,
-    at_positions,
-    materialised,
-    reflect_,
-)
-from .strips import Strip, Strips
+from .jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, materialised, reflect_
+from .strips import Strip, Strips, at_positions
 
 REDUCTION = 40
 """Cost of multiplying and summing one entry, in multiply-adds of a matrix product."""
@@ -55,9 +46,8 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         step = self.outputs if whole else self.step(channel_bytes, self.outputs)
         for group, start in product(range(self.groups), range(0, self.outputs, step)):
             channels = slice(start, min(start + step, self.outputs))
-            rows = total(
-                g[:, :, :, group, channels].transpose(2, 3).flatten(1, 2) @ a[:, :, group] for a, g in self.strips
-            )  # (B, R o, I)
+            pairs = ((a[:, :, group], g[:, :, :, group, channels]) for a, g in self.strips)
+            rows = total(g.transpose(2, 3).flatten(1, 2) @ a for a, g in pairs)  # (B, R o, I)
             first, count = group * self.outputs + start, channels.stop - start
             part = slice(first * self.inputs, (first + count) * self.inputs)
             yield part, rows.reshape(self.batch, self.cotangents, -1)
@@ -292,9 +282,8 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
                 inputs = inputs.reshape(-1, 1, here, len(b[m : m + count]), 1, there)
                 for r in range(0, self.cotangents, some):
                     left = g[n : n + samples, r : r + some]
-                    products = (left.flatten(0, 2) @ far.T).reshape(
-                        *left.shape[:3], -1, columns, there
-                    )  # (b, r, t, b', R', t')
+                    products = left.flatten(0, 2) @ far.T
+                    products = products.reshape(*left.shape[:3], -1, columns, there)  # (b, r, t, b', R', t')
                     gram[n : n + samples, r : r + some, m : m + count] = (products * inputs).sum((2, 5))
         return gram
 

@@ -36,6 +36,13 @@ def at(values: Tensor, box: Box, lead: int) -> Tensor:
     return values[(slice(None),) * lead + box]
 
 
+def at_positions(weights: Tensor, positions: int) -> Tensor:
+    """Returns weights (B, T) for a layer with some number of positions: their own, or the mean of each sample."""
+    if weights.shape[1] == positions:
+        return weights
+    return weights.mean(1, keepdim=True).expand(-1, positions)
+
+
 class Strips:
     """a and g at all positions: one strip, which is kept, or several, which each sweep computes and frees.
 
@@ -57,12 +64,7 @@ class Strips:
 
     @classmethod
     def cut(
-        cls,
-        part: Callable[[Box], Strip],
-        grid: Sequence[int],
-        shape: tuple[int, int, int, int, int],
-        dtype: torch.dtype,
-        limit: int,
+        cls, part: Callable[[Box], Strip], grid: Sequence[int], shape: Sequence[int], dtype: torch.dtype, limit: int
     ) -> Strips:
         """Cuts a grid of positions into the largest strips with at most `limit` entries of a and g and their rotations.
 

@@ -96,9 +96,8 @@ class DenseCurvature(CurvaturePass[TensorSum]):
 
     def finish(self, state: TensorSum) -> DenseCovariance:
         problem = self._problem
-        return DenseCovariance(
-            problem.tangent.blocks, mirrored(state.total), problem.precision, problem.scale.of_curvature
-        )
+        blocks, factor = problem.tangent.blocks, problem.scale.of_curvature
+        return DenseCovariance(blocks, mirrored(state.total), problem.precision, factor)
 
 
 class AllRows(CurvaturePass[TensorSum]):
@@ -127,6 +126,5 @@ class AllRows(CurvaturePass[TensorSum]):
         projected = basis.inner(parts)  # (NC, K)
         traces = torch.stack([part.square().sum() for part in parts.values()])
         curvature = projected.T @ projected  # G = Uᵀ M U exactly, no second pass
-        return LowRankWithResidual.from_rows(
-            blocks, basis, curvature, traces, problem.precision, problem.scale.of_curvature
-        )
+        factor = problem.scale.of_curvature
+        return LowRankWithResidual.from_rows(blocks, basis, curvature, traces, problem.precision, factor)

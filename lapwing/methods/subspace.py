@@ -125,9 +125,8 @@ def orthonormal_span(rows: Tensor, memory: int, rank: int | None = None) -> Tens
 
 def _fit(count: int, size: int, dtype: torch.dtype, memory: int) -> bool:
     """Whether rows (M, P) fit the budget, and the workspace of `orthonormal_span` fits twice the budget."""
-    return count * size * dtype.itemsize <= memory and (
-        16 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
-    )
+    decomposed = 16 * count * size <= memory or 48 * min(count, size) ** 2 <= memory
+    return decomposed and count * size * dtype.itemsize <= memory
 
 
 def _need(count: int) -> MemoryNeed:

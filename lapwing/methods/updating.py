@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..covariance import (
-    Blockwise,
-    Covariance,
-    DenseBlock,
-    DiagonalBlock,
-    ExplicitBasis,
-    KroneckerBlock,
-    LowRankWithResidual,
-)
+from ..covariance import Blockwise, Covariance, ExplicitBasis, LowRankWithResidual
 from ..covariance.base import join_blocks
 from ..errors import LapwingError
 from ..linalg import doubled, symmetric_eigen
@@ -82,7 +74,7 @@ def _former_factors(covariance: Blockwise, problem: Problem) -> tuple[Factors, d
     """Returns the sums of KFAC's pass over the former data, computed from the structures, and the kind of each."""
     kinds, none = dict[str, str](), problem.zeros(0, dtype=torch.int64)
     every: Any = covariance.structures.values()
-    kronecker = [one for one in every if one.kind == KroneckerBlock.kind]
+    kronecker = [one for one in every if one.kind == "kronecker"]
     former = Factors(torch.cat([none, *(one.count for one in kronecker)]))
     if former.count.is_floating_point():  # Σ w; the rank of A is a lower bound of the number of positions
         least = [(one.input_eigenvalues > 0).sum(-1).amax(keepdim=True) for one in kronecker]
@@ -90,20 +82,21 @@ def _former_factors(covariance: Blockwise, problem: Problem) -> tuple[Factors, d
         former.count = torch.cat(least)
     structure: Any
     for name, structure in covariance.structures.items():
-        if structure.kind == KroneckerBlock.kind:
+        kinds[name] = structure.kind
+        if structure.kind == "kronecker":
             alpha, gamma, like = structure.input_eigenvalues, structure.output_eigenvalues, structure.eigenvalues
-            outputs, kinds[name] = doubled(structure.outputs), structure.kind
+            outputs = doubled(structure.outputs)
             former.Gamma[name] = ((outputs * gamma[:, None]) @ outputs.mT).to(like)
             if structure.inputs is None:
                 former.A[name] = alpha.to(like)
             else:
                 inputs = doubled(structure.inputs)
                 former.A[name] = ((inputs * alpha[:, None]) @ inputs.mT).to(like)
-        elif structure.kind == DiagonalBlock.kind:
-            former.diagonal[name], kinds[name] = structure.eigenvalues, "diagonal"
-        elif structure.kind == DenseBlock.kind:
+        elif structure.kind == "diagonal":
+            former.diagonal[name] = structure.eigenvalues
+        elif structure.kind == "dense":
             basis = doubled(structure.basis)
-            former.dense[name], kinds[name] = (basis * doubled(structure.eigenvalues)) @ basis.T, "dense"
+            former.dense[name] = (basis * doubled(structure.eigenvalues)) @ basis.T
         else:
             raise _refusal(type(structure).__name__)
     return former, kinds

@@ -137,9 +137,8 @@ class Call:
             with without_compiled():
                 return self.rows(inputs, StandIns(own, values))
         with eager_math(), PreservedState(self.model):
-            return functional_call(
-                CallModule(self), {f"model.{name}": value for name, value in values.items()}, (inputs.value,)
-            )
+            named = {f"model.{name}": value for name, value in values.items()}
+            return functional_call(CallModule(self), named, (inputs.value,))
 
     def traced(
         self,

@@ -93,12 +93,11 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
         return isinstance(inputs.value, Mapping) and error.args[0] not in inputs.value
     if isinstance(error, AttributeError):  # forward() expects tensors and gets a list, or expects a graph
         return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in INPUT_TYPES)
-    words = (
-        ("argument",)
-        if isinstance(error, TypeError)
-        else ("shape", "size", "type", "dimension", "index", "input", "offset", "numpy() on tensor")
-    )
-    return any(word in str(error).lower() for word in words)
+    said = str(error).lower()
+    if isinstance(error, TypeError):
+        return "argument" in said
+    words = ("shape", "size", "type", "dimension", "index", "input", "offset", "numpy() on tensor")
+    return any(word in said for word in words)
 
 
 def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: Exception) -> LapwingError:

@@ -42,22 +42,16 @@ def transformed() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
-def _math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Computes attention by plain products. Fused kernels lack forward mode, second derivatives and batching rules."""
+def attention_products(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *more: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of an attention and its probabilities, by plain products.
+
+    Fused kernels lack forward mode, second derivatives and batching rules.
+    """
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # this operation adds masks of any dtype to the scores
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+        attn_mask = query.new_zeros(attn_mask.shape).masked_fill(~attn_mask, -torch.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math.default(query, key, value, attn_mask, *more, **options)
 
 
 def batch_norm(
@@ -106,7 +100,7 @@ def instance_norm(
 
 
 INSTEAD: dict[Callable, Callable] = {
-    F.scaled_dot_product_attention: _math_attention,
+    F.scaled_dot_product_attention: lambda *args, **kwargs: attention_products(*args, **kwargs)[0],
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
 }

@@ -24,6 +24,9 @@ from .entry import network_casts
 Network = Callable[[Mapping[str, Tensor], Inputs], Tensor]
 """Other values of some parameters by name, and inputs -> outputs (B, C)."""
 
+Outputs = Callable[[dict[str, Tensor]], Tensor]
+"""Values of the weights by name -> outputs (B, C) at some inputs."""
+
 
 def per_sample_rows(
     network: Network, parameters: Mapping[str, Tensor], inputs: Inputs, cotangents: Tensor
@@ -33,13 +36,17 @@ def per_sample_rows(
     Cost: R backward passes per sample and one more as a check; memory O(B R P) plus the vectorised forward pass.
     """
     parameters = {name: value.detach() for name, value in parameters.items()}
-    samples = cotangents.shape[0]
+    samples, eps = cotangents.shape[0], torch.finfo(cotangents.dtype).eps
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        return network(values, inputs)
+
     try:
         with batching_quiet():
             rows = _vectorised(network, parameters, inputs, cotangents)
         graph = any(row.requires_grad for row in rows.values())
         lost = inputs.wants_gradient and not graph  # as for scripted networks under vmap
-        if not lost and _agrees_with_autograd(rows, network, parameters, inputs, cotangents):
+        if not lost and _agrees_with_autograd(rows, outputs, parameters, cotangents, eps):
             return rows
     except (RuntimeError, ValueError, TypeError, IndexError):  # data-dependent control flow, no batching rule
         pass
@@ -50,7 +57,7 @@ def per_sample_rows(
     rows = {name: torch.stack([row[name] for row in looped]) for name in parameters}
     half = min(value.dtype.itemsize for value in parameters.values()) < 4 or network_casts()
     coarse = torch.finfo(torch.bfloat16).eps if half else 1e-4  # parts of the network may compute in less precision
-    if samples > 1 and not _agrees_with_autograd(rows, network, parameters, inputs, cotangents, coarse):
+    if samples > 1 and not _agrees_with_autograd(rows, outputs, parameters, cotangents, coarse):
         raise LapwingError(
             f"The gradients of {samples} samples of {inputs}, taken one by one, differ from the batch: "
             "a tensor whose first length is the number of samples is cut along it. Pass what samples share in another "
@@ -60,22 +67,15 @@ def per_sample_rows(
 
 
 def _agrees_with_autograd(
-    rows: dict[str, Tensor],
-    network: Network,
-    parameters: dict[str, Tensor],
-    inputs: Inputs,
-    cotangents: Tensor,
-    eps: float | None = None,
+    rows: dict[str, Tensor], outputs: Outputs, parameters: dict[str, Tensor], cotangents: Tensor, eps: float
 ) -> bool:
     """Compares a random sum of rows with a plain backward pass, as some batching rules of torch are wrong (PReLU)."""
     signs = torch.randn(cotangents.shape[:2], generator=torch.Generator().manual_seed(0))  # (B, R)
     signs = signs.to(cotangents)
     leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
     with torch.enable_grad():
-        out = network(leaves, inputs)
         u = torch.einsum("br,brc->bc", signs, cotangents.detach())
-        truth = _gradients(out, leaves.values(), u)
-    eps = eps or torch.finfo(cotangents.dtype).eps
+        truth = _gradients(outputs(leaves), leaves.values(), u)
     largest = max(float(wanted.detach().norm()) for wanted in truth)  # much smaller ones may be rounding noise
     for row, wanted in zip(rows.values(), truth, strict=True):
         if row.shape != (*signs.shape, wanted.numel()):
@@ -147,12 +147,8 @@ def forward_products(
     return None if products is None else products.movedim(0, -1)
 
 
-Outputs = Callable[[dict[str, Tensor]], Tensor]
-"""Values of the weights by name -> outputs (B, C) at some inputs."""
-
 DIRECTIONS = 8
 """Number of directions in one call of forward mode."""
-
 
 Group = dict[str, Tensor]
 """At most `DIRECTIONS` directions (K, *shape) by name."""
@@ -202,6 +198,12 @@ def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], groups: 
     return torch.stack(products)
 
 
+Route = Callable[[Outputs, dict[str, Tensor], Sequence[Group]], Tensor]
+"""Function of outputs, the values of the weights and directions V -> products `J V` (K, B, C)."""
+
+ROUTES: tuple[Route, ...] = by_forward_mode, by_two_backward_passes
+
+
 class WeightProducts:
     """Products `J V` (K, B, C) for vectors (K, *shape) by name, by the first route that agrees with a backward pass.
 
@@ -209,15 +211,7 @@ class WeightProducts:
     route of the first call. If gradients are on, the products are differentiable in the inputs.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        parameters: Mapping[str, Tensor],
-        routes: Sequence[Callable[[Outputs, dict[str, Tensor], Sequence[Group]], Tensor]] = (
-            by_forward_mode,
-            by_two_backward_passes,
-        ),
-    ) -> None:
+    def __init__(self, network: Network, parameters: Mapping[str, Tensor], routes: Sequence[Route] = ROUTES) -> None:
         self._network, self._routes, self._checked = network, tuple(routes), False
         self._values = {name: value.detach() for name, value in parameters.items()}
 
@@ -250,9 +244,8 @@ def _agrees_with_reverse_mode(
     with torch.enable_grad():
         gradients = _gradients(outputs(leaves), leaves.values(), u)
     flat = {name: gradient.detach().flatten() for name, gradient in zip(leaves, gradients, strict=True)}
-    wanted = torch.cat(
-        [total(group[name].reshape(-1, len(flat[name])) @ flat[name] for name in flat) for group in groups]
-    )  # (K,)
+    each = [total(group[name].reshape(-1, len(flat[name])) @ flat[name] for name in flat) for group in groups]
+    wanted = torch.cat(each)  # (K,)
     contracted = products.flatten(1) @ u.flatten()
     eps = torch.finfo(products.dtype).eps
     allowed = 3 * eps**0.5 * wanted.norm() + 100 * eps * products.abs().sum() / len(products)

@@ -36,6 +36,9 @@ log = logging.getLogger("lapwing")
 PROBED_SAMPLES = 4
 """Maximum number of samples of the first batch that the probe runs, unless they leave layers unused."""
 
+Probed = tuple[RecordedUse, Tensor, BatchAxis | None]
+"""A use, the gradients of the cotangents at its output, and the axis of its samples; None if no axis holds them."""
+
 SHARED_INPUT = (
     " If an input that all samples share, such as a grid, is as long as the first batch, let forward= add it instead."
 )
@@ -84,10 +87,10 @@ def probe(
     with _explained(call.model):
         gradients = [g for g in output_gradients(outputs, noted, u, differentiable=False) if g is not None]  # all
         truth = first.gradients(names, u[:, :, 2], kind)
-    axes = _batch_axes(noted, gradients, samples)
+    probed = list(zip(noted, gradients, _batch_axes(noted, gradients, samples), strict=True))
 
-    reasons = _reasons(names, truth.keys(), noted, axes, recording)
-    conditional = _conditional(noted, gradients, axes, parameters, samples, inputs) if recording.routed else []
+    reasons = _reasons(names, truth.keys(), probed, recording)
+    conditional = _conditional(probed, parameters, samples, inputs) if recording.routed else []
     unused = [name for name in names if reasons[name] == IDLE]
     if recording.chosen and (conditional or unused or idle) and samples < inputs.samples:
         return probe(call, parameters, inputs, params, max_numbers, warn, inputs.samples)
@@ -96,11 +99,10 @@ def probe(
             reasons[name] = CONDITIONAL
     if warn and isinstance(params, LastLayer):
         log.info("The last layer of %s is treated: %s.", kind, ", ".join(names))
-    _compare_with_autograd(noted, gradients, axes, samples, truth, reasons, max_numbers)
+    _compare_with_autograd(probed, samples, truth, reasons, max_numbers)
     generic = {name: reason for name, reason in reasons.items() if reason}
     covered = reasons.keys() - generic.keys()
-    every = zip(noted, axes, strict=True)
-    pairs = [(use, axis or BatchAxis()) for use, axis in every if covered & set(use.names.values())]
+    pairs = [(use, axis or BatchAxis()) for use, _, axis in probed if covered & set(use.names.values())]
     order, blocks = planned(pairs, covered, samples, parameters)
     blocks += [Block(name, (name,), (tuple(real(parameters[name]).shape),), "generic") for name in generic]
     plan = RecordingPlan.of(
@@ -154,16 +156,10 @@ def _recorded_spread(call: Call, inputs: Inputs, watched: Mapping[str, Tensor], 
     return recording
 
 
-def _reasons(
-    names: Sequence[str],
-    used: Set[str],
-    noted: Sequence[RecordedUse],
-    axes: Sequence[BatchAxis | None],
-    recording: Recording,
-) -> dict[str, str]:
+def _reasons(names: Sequence[str], used: Set[str], probed: Sequence[Probed], recording: Recording) -> dict[str, str]:
     """Returns name -> reason why the parameter is generic, or "" if a layer family may treat it."""
     reasons = {name: UNSEEN if name in used else IDLE for name in names}
-    for use, axis in zip(noted, axes, strict=True):
+    for use, _, axis in probed:
         for name in used & set(use.names.values()) if use.reached else ():
             if use.stale:
                 reasons[name] = "its layer's input is modified in place"
@@ -179,24 +175,17 @@ def _reasons(
     return reasons
 
 
-def _conditional(
-    noted: Sequence[RecordedUse],
-    gradients: Sequence[Tensor],
-    axes: Sequence[BatchAxis | None],
-    parameters: Mapping[str, Tensor],
-    samples: int,
-    inputs: Inputs,
-) -> list[str]:
+def _conditional(probed: Sequence[Probed], parameters: Mapping[str, Tensor], samples: int, inputs: Inputs) -> list[str]:
     """Returns the names in layers shaped like one that not all samples reach, such as an expert.
 
     A layer that none of them reaches counts only if they are a part of the inputs, the first batch.
     """
     partial, some = set[str](), samples < inputs.samples
-    for use, g, axis in zip(noted, gradients, axes, strict=True):
+    for use, g, axis in probed:
         if use.reached and (some or g[2].any()) and not _reaches_all(use, g, axis, samples):
             partial.update(use.names.values())
     shapes = {parameters[name].shape for name in partial if parameters[name].ndim > 1}
-    used = {name for use in noted for name in use.names.values()}
+    used = {name for use, *_ in probed for name in use.names.values()}
     layers = {name.rpartition(".")[0] for name in used if parameters[name].shape in shapes}
     return [name for name in used if name.rpartition(".")[0] in layers]
 
@@ -398,19 +387,13 @@ def _batch_axes(noted: Sequence[RecordedUse], gradients: Sequence[Tensor], sampl
 
 
 def _compare_with_autograd(
-    noted: list[RecordedUse],
-    gradients: list[Tensor],
-    axes: list[BatchAxis | None],
-    samples: int,
-    truth: dict[str, Tensor],
-    reasons: dict[str, str],
-    max_numbers: int,
+    probed: Sequence[Probed], samples: int, truth: dict[str, Tensor], reasons: dict[str, str], max_numbers: int
 ) -> None:
     """Sets the reason of parameters whose recorded uses do not add up to autograd's gradient."""
     differences, sizes, tolerances = [], [], []  # of the parameters
     for name in truth:
         dtype, total = accumulation_dtype(truth[name].dtype), None
-        for use, g, axis in zip(noted, gradients, axes, strict=True):
+        for use, g, axis in probed:
             for role, used in use.names.items():
                 if used == name and axis is not None:
                     jacobian = use.use.jacobian(g[2:], axis, samples, frozenset((role,)), dtype, max_numbers)
@@ -419,7 +402,7 @@ def _compare_with_autograd(
                     single = Block(name, (name,), (tuple(truth[name].shape),), use.use.family, matrix, bias)
                     part = single.split(jacobian.sum_rows()[0])[name]
                     total = part if total is None else total + part
-        dtypes = {truth[name].dtype, *(use.out.dtype for use in noted if name in use.names.values())}  # autocast's too
+        dtypes = {truth[name].dtype, *(use.out.dtype for use, *_ in probed if name in use.names.values())}  # autocast's
         eps, wanted = max(torch.finfo(one).eps for one in dtypes), truth[name].to(dtype)
         differences.append((wanted if total is None else total - wanted).norm())
         sizes.append(wanted.norm())

@@ -81,11 +81,9 @@ class RecordingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON, without what follows from the blocks and `order`."""
+        flags = ("single_sample", "spread", "last", "tail", "shared", "unseen", "idle")
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("single_sample", "spread", "last", "tail", "shared", "unseen", "idle")
-            },
+            **{name: getattr(self, name) for name in flags},
             "order": [use.names for use in self.order],
             "kinds": [use.kind for use in self.order],
             "axes": [(use.axis.axis, use.axis.inner) for use in self.order],

@@ -20,28 +20,31 @@ from ..jacobian.layers.linear import LinearUse
 Intercept = Callable[[Callable, tuple, dict], Any]
 """Function that calls another one with (args, kwargs), and records the use of a weight."""
 
-Step = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""Contributions of inputs and of states to the gates (B, gates H), and states (B, H) before a step -> states after."""
+States = tuple[Tensor, ...]
+"""States (B, H) of a layer or cell; those of an LSTM are its outputs and its cells."""
+
+Step = Callable[[Tensor, Tensor, States], States]
+"""Contributions of inputs and of states to the gates (B, gates H), and the states before a step -> those after."""
 
 
-def _lstm(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _lstm(inputs: Tensor, states: Tensor, before: States) -> States:
     i, f, g, o = (inputs + states).chunk(4, 1)
     cell = torch.sigmoid(f) * before[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _gru(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _gru(inputs: Tensor, states: Tensor, before: States) -> States:
     width = before[0].shape[1]
     reset, update = torch.sigmoid(inputs[:, : 2 * width] + states[:, : 2 * width]).chunk(2, 1)
     new = torch.tanh(inputs[:, 2 * width :] + reset * states[:, 2 * width :])
     return (new + update * (before[0] - new),)
 
 
-def _rnn_tanh(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _rnn_tanh(inputs: Tensor, states: Tensor, before: States) -> States:
     return (torch.tanh(inputs + states),)
 
 
-def _rnn_relu(inputs: Tensor, states: Tensor, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _rnn_relu(inputs: Tensor, states: Tensor, before: States) -> States:
     return (torch.relu(inputs + states),)
 
 
@@ -125,7 +128,7 @@ def opened(function: Callable, args: tuple, watched: Watched, intercept: Interce
         x = x.transpose(0, 1)
     size = len(flat) // (layers * (1 + bidirectional))
     weights = [_weights(flat[i : i + size], biases) for i in range(0, len(flat), size)]
-    ends: list[tuple[Tensor, ...]] = []
+    ends: list[States] = []
     for _ in range(layers):
         directions = []
         for reverse in (False, True)[: 1 + bidirectional]:
@@ -146,15 +149,9 @@ def _weights(flat: Sequence[Tensor], biases: bool) -> Weights:
 
 
 def _direction(
-    step: Step,
-    x: Tensor,
-    states: tuple[Tensor, ...],
-    weights: Weights,
-    reverse: bool,
-    watched: Watched,
-    intercept: Intercept,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Runs one layer in one direction over x (T, B, I); returns the outputs (T, B, H) and the final states (B, H)."""
+    step: Step, x: Tensor, states: States, weights: Weights, reverse: bool, watched: Watched, intercept: Intercept
+) -> tuple[Tensor, States]:
+    """Runs one layer in one direction over x (T, B, I); returns the outputs (T, B, H) and the final states."""
     inputs = intercept(F.linear, (x, weights.inputs, weights.inputs_bias), {})
     hidden = _Steps(weights.states, weights.states_bias, inputs, watched)
     projection = None if weights.projection is None else _Steps(weights.projection, None, inputs, watched)

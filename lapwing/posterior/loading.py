@@ -115,9 +115,8 @@ def _rebuilt(
     check_same(path, tangent, under("weights", tensors), header["dtypes"])
     check_contents(tangent, tensors, header)
     device = tangent.device
-    covariance = COVARIANCES[kind].from_tensors(
-        tangent, {k: placed(v, device) for k, v in under("covariance", tensors).items()}, header["covariance"]["extra"]
-    )
+    stored = {name: placed(value, device) for name, value in under("covariance", tensors).items()}
+    covariance = COVARIANCES[kind].from_tensors(tangent, stored, header["covariance"]["extra"])
     given = header["given"]
     means = under("prior_mean", tensors)
     mean = {block.name: means[block.name].to(device) for block in tangent.blocks}

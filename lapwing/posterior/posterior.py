@@ -177,9 +177,8 @@ class Posterior(Displayed, Generic[P]):
         if not has_prior(self.covariance):
             raise self._without("prior precision")
         covariance = self.covariance.with_prior(precision, scale)
-        return replace(
-            self, covariance=covariance, likelihood=likelihood, prior=replace(self.prior, precision=precision)
-        )
+        prior = replace(self.prior, precision=precision)
+        return replace(self, covariance=covariance, likelihood=likelihood, prior=prior)
 
     def with_noise(self, noise_variance: float | None) -> Posterior[P]:
         """Returns the posterior at another noise variance; a covariance without a prior does not change."""

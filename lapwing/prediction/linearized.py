@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import AnyLatent, Covariance, JointLatent, Latent, LinearDraws, SelectedLatent, Term, is_selected
+from ..covariance import AnyLatent, Covariance, JointLatent, Latent, SelectedLatent, Term, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
 from ..covariance.terms import DenseTerm, multiplied_out, selected
 from ..data.batches import check_outputs
@@ -113,9 +113,7 @@ class Linearized(Way):
             parts = (_selected(part.mean, part.terms, selection, late) for part in parts)
         return Latent.gather(parts, checked.samples)
 
-    def _of_positions(
-        self, tangent: Tangent, covariance: Covariance, inputs: Inputs
-    ) -> LinearDraws | LatentAtPositions:
+    def _of_positions(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> AnyLatent:
         """Returns `N(f_t(x), J_t Σ J_tᵀ)` for each position t of each input.
 
         It costs a forward pass and contractions of B T samples for a last layer, and otherwise T C backward passes.
@@ -171,9 +169,7 @@ class Linearized(Way):
     def width(self, outputs: int) -> int:
         return outputs if self.outputs is None else Selection(self.outputs, outputs).columns
 
-    def _of_draws(
-        self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool
-    ) -> LinearDraws | LatentAtPositions:
+    def _of_draws(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         if inputs.spreads:
             raise LapwingError(
                 f"{self} does not take lw.Uncertain inputs. Write via=lw.Linearized(), or via=lw.MonteCarlo(draws=50)."

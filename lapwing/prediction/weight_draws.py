@@ -23,6 +23,9 @@ from .way import Way
 
 AnyDraws = TypeVar("AnyDraws", LinearDraws, LatentDraws)
 
+SomeDraws = tuple[slice, list[Group]]
+"""Which of S draws of the weights these are, and the draws, laid out for products."""
+
 
 def latent_of_draws(
     tangent: Tangent, covariance: Covariance, inputs: Inputs, draws: int, seed: int, joint: bool
@@ -86,12 +89,13 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Inputs) -> An
     return LatentAtPositions(replace(latent, **tensors), places)
 
 
-def _products(
-    tangent: Tangent, draws: Iterable[tuple[slice, list[Group]]], inputs: Inputs, count: int
-) -> tuple[Tensor, Tensor | None]:
+def _products(tangent: Tangent, draws: Iterable[SomeDraws], inputs: Inputs, count: int) -> tuple[Tensor, Tensor | None]:
     """Returns the outputs (B, C), and the products (S, B, C) of their Jacobian with draws, or None without products."""
     largest = max([tangent.outputs, *(use.out for use in tangent.plan.order)])
-    chunks = list(tangent.check(inputs).chunks(_length(tangent, largest, tangent.size)))
+    # Tangents of at most 16 MiB make convolutions twice as fast. But a chunk has at least as many entries as the
+    # weights, which each chunk reads.
+    length = max(SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize), tangent.size // largest)
+    chunks = list(tangent.check(inputs).chunks(max(1, min(tangent.chunk_length(DIRECTIONS), length))))
     mean = torch.cat([tangent.call_with({}, chunk).to(tangent.dtype) for _, chunk in chunks])
     check_outputs(mean, "these inputs")
     products = [WeightProducts(tangent.call_with, tangent.parameters) for _ in chunks]
@@ -110,24 +114,12 @@ def _products(
     return mean, whole
 
 
-def _length(tangent: Tangent, largest: int, weights: int) -> int:
-    """Returns the number of samples per chunk of forward mode, if a layer has at most `largest` entries per sample.
-
-    Tangents of at most 16 MiB make convolutions twice as fast. But a chunk has at least as many entries as the weights,
-    which each chunk reads.
-    """
-    length = SLICE_BYTES // (DIRECTIONS * largest * tangent.dtype.itemsize)
-    return max(1, min(tangent.chunk_length(DIRECTIONS), max(length, weights // largest)))
-
-
 _LATEST_STEPS: WeakKeyDictionary[Covariance, tuple[int, int, list[Group]]] = WeakKeyDictionary()
 """A posterior's covariance -> the number of draws, their seed, and the draws."""
 
 
-def _weight_draws(
-    tangent: Tangent, covariance: Covariance, count: int, seed: int
-) -> Iterator[tuple[slice, list[Group]]]:
-    """Yields (rows, draws of `N(0, Σ)` laid out for products) that fit half of the memory budget.
+def _weight_draws(tangent: Tangent, covariance: Covariance, count: int, seed: int) -> Iterator[SomeDraws]:
+    """Yields draws of `N(0, Σ)` that fit half of the memory budget.
 
     Draws that fit a quarter are kept: drawing the weights of wide layers costs more than multiplying with them.
     """

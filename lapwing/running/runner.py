@@ -180,11 +180,8 @@ class Runner:
 
         def through() -> None:  # if the device runs out of memory, this is called again with shorter chunks
             problem.root.generator.set_state(drawn)
-            self._at = self._checkpoint.resumed(
-                step.label,
-                replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False),
-                problem.root.generator,
-            )
+            fresh = replace(before, sums=PassSums(step.init()), generator=None, batches=0, start=0, finished=False)
+            self._at = self._checkpoint.resumed(step.label, fresh, problem.root.generator)
             if not self._at.finished:
                 if collects:
                     self._at.summary = self._at.sums.summary

@@ -160,9 +160,8 @@ class MeanField(Method):
         variances = _ivon_variances(optimizer, parameters, type(model).__name__)
         names = select(params, {name: parameters[name] for name in variances}, type(model).__name__)
         chosen, kind = {name: variances[name] for name in names}, f"{type(optimizer).__name__}, "
-        return _given(
-            model, chosen, loader, scale, "MeanField.from_optimizer", kind, likelihood, forward, memory, progress
-        )
+        rest = likelihood, forward, memory, progress
+        return _given(model, chosen, loader, scale, "MeanField.from_optimizer", kind, *rest)
 
     @staticmethod
     @outside_modes
@@ -206,9 +205,8 @@ class MeanField(Method):
                 f"negative, by the name and in the shape of its parameters ({shapes}, ...): "
                 f"lw.MeanField.from_variances(model, {{name: tensor}}, loader)."
             )
-        return _given(
-            model, chosen, loader, scale, "MeanField.from_variances", "", likelihood, forward, memory, progress
-        )
+        rest = likelihood, forward, memory, progress
+        return _given(model, chosen, loader, scale, "MeanField.from_variances", "", *rest)
 
     def footprint(self, shape: FitShape) -> Footprint:
         tangent, epochs = shape.tangent, self.steps * shape.batch / shape.samples

@@ -17,10 +17,13 @@ from ...likelihoods import apply_weights
 from ...linalg import doubled
 from ...methods.passes import Batch, IteratePass
 from ...methods.problem import Problem
-from ...methods.state import DataSummary, Descent
+from ...methods.state import DataSummary, Descent, Values
 from ...network import recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
+
+Axes = Mapping[str, BatchAxis]
+"""Parameters that are drawn separately for each sample -> sample axis of their layer."""
 
 NOISE_DECAY = 0.99  # factor per step of the sums of squared residuals that give σ²: the last hundred batches or so
 
@@ -172,17 +175,9 @@ class Drawing(EagerMode):
       depend on each other by the weights that they share. The batch has one draw ΔW, and each sample has random signs,
       `W_n = M + ΔW ∘ r_n s_nᵀ`.
     - **shared**: one draw for the batch, for all other layers, and for layers with an unknown axis of features.
-
     """
 
-    def __init__(
-        self,
-        means: Mapping[str, Tensor],
-        stds: Mapping[str, Tensor],
-        axes: Mapping[str, BatchAxis],
-        samples: int,
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, means: Values, stds: Values, axes: Axes, samples: int, generator: torch.Generator) -> None:
         super().__init__()
         self._names = {id(means[name]): name for name in axes}
         self._stds, self._axes, self._samples, self._generator = stds, axes, samples, generator
@@ -272,12 +267,7 @@ def per_sample_axes(tangent: Tangent) -> dict[str, BatchAxis]:
 
 
 def drawn_outputs(
-    tangent: Tangent,
-    inputs: Inputs,
-    means: Mapping[str, Tensor],
-    stds: Mapping[str, Tensor],
-    axes: Mapping[str, BatchAxis],
-    generator: torch.Generator,
+    tangent: Tangent, inputs: Inputs, means: Values, stds: Values, axes: Axes, generator: torch.Generator
 ) -> Tensor:
     """Returns the outputs (B, C) at random weights, differentiable in `means` and `stds`.
 

@@ -18,14 +18,11 @@ from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, at, boxes
 from .use import BatchAxis, Use, Watched, aten, by_name, outer_jacobian, register_reader, with_bias_column
 
+Sizes = tuple[int, ...]
+"""A number for each dimension of space."""
 
-def unfold(
-    x: Tensor,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: list[tuple[int, int]],
-    dilation: tuple[int, ...],
-) -> Tensor:
+
+def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: list[tuple[int, int]], dilation: Sizes) -> Tensor:
     """Cuts x (N, channels, *space) into patches (N, L, channels, prod(kernel)) with `padding` zeros before and after.
 
     L runs over output positions row by row. If rows of positions are longer than rows of the kernel, positions run
@@ -46,12 +43,7 @@ def unfold(
 
 
 def window(
-    x: Tensor,
-    box: Box,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: list[tuple[int, int]],
-    dilation: tuple[int, ...],
+    x: Tensor, box: Box, kernel: Sizes, stride: Sizes, padding: list[tuple[int, int]], dilation: Sizes
 ) -> tuple[Tensor, list[tuple[int, int]]]:
     """Returns the part of x (N, channels, *space) on which a box of output positions depends, and its padding."""
     rest = []
@@ -76,9 +68,9 @@ class ConvUse(Use):
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        stride: tuple[int, ...],
+        stride: Sizes,
         padding: list[tuple[int, int]],
-        dilation: tuple[int, ...],
+        dilation: Sizes,
         groups: int,
     ) -> None:
         super().__init__(inputs, weight, bias)
@@ -207,7 +199,7 @@ class TransposedConvUse(ConvUse):
 
     transposed = True
 
-    def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, gaps: tuple[int, ...], *rest: Any) -> None:
+    def __init__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, gaps: Sizes, *rest: Any) -> None:
         super().__init__(inputs, weight, bias, (1,) * len(gaps), *rest)
         self.gaps = gaps
 
@@ -230,7 +222,7 @@ class TransposedConvUse(ConvUse):
         return patches.flip(-1)
 
 
-def _numbers(value: int | tuple[int, ...], space: int) -> tuple[int, ...]:
+def _numbers(value: int | Sizes, space: int) -> Sizes:
     return (value,) * space if isinstance(value, int) else tuple(value) * (space if len(value) == 1 else 1)
 
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from ...linalg import total
 from ..blocks import Matrix
-from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, at_positions, reflect_
+from ..jacobian import BlockJacobian, DiagonalWeights, MatrixJacobian, Reads, Weightings, reflect_
+from ..strips import at_positions
 from .use import BatchAxis, Use, Watched, aten, by_name, register_reader
 
 
@@ -34,10 +35,8 @@ class OneHot(MatrixJacobian):
         for channel in range(self.width):
             rows = self.g.new_zeros(self.batch, self.cotangents, self.vocabulary)
             index = self.tokens[:, None, :].expand(-1, self.cotangents, -1)
-            yield (
-                slice(channel * self.vocabulary, (channel + 1) * self.vocabulary),
-                rows.scatter_add(2, index, self.g[..., channel]),
-            )
+            part = slice(channel * self.vocabulary, (channel + 1) * self.vocabulary)
+            yield part, rows.scatter_add(2, index, self.g[..., channel])
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> OneHot:
         """Returns J with g in another basis (1, O, O). The one-hot inputs are already in the eigenbasis of A."""

@@ -30,12 +30,7 @@ class LinearUse(Use):
     features = -1
 
     def __init__(
-        self,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        transposed: bool,
-        watched: Watched = lambda _: True,
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, watched: Watched = lambda _: True
     ) -> None:
         base = None if watched(weight) else weight._base
         turned = base is not None and weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]

@@ -48,9 +48,8 @@ def einsum_use(equation: str, left: Tensor, right: Tensor, watched: Watched) -> 
     if letters is None or watched(left) == watched(right):
         return None
     of_left, of_right, of_out = letters
-    x, weight, of_x, of_weight = (
-        (left, right, of_left, of_right) if watched(right) else (right, left, of_right, of_left)
-    )
+    sides = (left, of_left), (right, of_right)
+    (x, of_x), (weight, of_weight) = sides if watched(right) else sides[::-1]
     sizes = dict(zip(of_weight, weight.shape, strict=True)) | dict(zip(of_x, x.shape, strict=True))
     whole = all(sizes[letter] == n for letter, n in zip(of_weight, weight.shape, strict=True))
     if not whole or set(of_weight) - set(of_x + of_out):

@@ -125,9 +125,8 @@ class SampledLLA(Method):
             solving = self._solve(system, steps.noise_variance, mode, start, products)
             del start, products
             solved = yield from solving
-            solution, products = (
-                {name: v[: self.draws] for name, v in part.items()} for part in (solved.solution, solved.products)
-            )
+            both = solved.solution, solved.products  # with a row for the mode, if it is wanted
+            solution, products = ({name: v[: self.draws] for name, v in part.items()} for part in both)
             effective = system.scale * inner_by_block(solution, products).mean(1)
             append(history, precision=steps.precision, effective_dimension=effective.sum())
             append(history, iterations=solved.iterations)

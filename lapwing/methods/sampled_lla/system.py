@@ -175,13 +175,12 @@ class FirstProducts(CurvatureProducts):
 
 def prior_noise(problem: Problem, count: int) -> Iterator[tuple[str, Tensor]]:
     """Yields standard normal ε₀ (S, P_block) block by block, the same at every call."""
-    for index, block in enumerate(problem.tangent.blocks):
+    tangent = problem.tangent
+    for index, block in enumerate(tangent.blocks):
         seed = torch.randint(2**62, (), generator=generator_at(problem.seed, index, PRIOR_STREAM))
-        generator = torch.Generator(problem.tangent.device).manual_seed(int(seed))
-        noise = torch.randn(
-            (count, block.size), generator=generator, dtype=problem.tangent.dtype, device=generator.device
-        )
-        yield block.name, noise.to(problem.tangent.contraction_dtype)
+        generator = torch.Generator(tangent.device).manual_seed(int(seed))
+        noise = torch.randn((count, block.size), generator=generator, dtype=tangent.dtype, device=tangent.device)
+        yield block.name, noise.to(tangent.contraction_dtype)
 
 
 def inner(first: Vectors, second: Vectors) -> Tensor:
@@ -191,12 +190,8 @@ def inner(first: Vectors, second: Vectors) -> Tensor:
 
 def inner_by_block(first: Vectors, second: Vectors) -> Tensor:
     """Returns the parts of `u_k · v_k` by block, (n_blocks, S) in float64, one row at a time to save memory."""
-    return torch.stack(
-        [
-            torch.stack([doubled(u) @ doubled(v) for u, v in zip(first[name], second[name], strict=True)])
-            for name in first
-        ]
-    )
+    pairs = (zip(first[name], second[name], strict=True) for name in first)
+    return torch.stack([torch.stack([doubled(u) @ doubled(v) for u, v in rows]) for rows in pairs])
 
 
 def gram(first: Vectors, second: Vectors) -> Tensor:

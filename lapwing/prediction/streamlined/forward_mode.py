@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.func import vmap
 
 from ...errors import LapwingError
-from ...network.eager import batching_quiet
+from ...network.eager import attention_products, batching_quiet
 from ...network.generic import jvp
 from .axes import SampleAxes
 from .moments import Moments, Value, mean_of
 from .operations import Kind, is_a
-from .rules.attention import products
 from .schedule import Step
 from .sites import Site, arguments_of, run
 
@@ -31,7 +30,7 @@ def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     if step.fused is not None:
         return step.fused(values[step.fused.source], values)
     if is_a(step.node, Kind.ATTENTION):
-        return products(arguments_of(step.node, values, dtype))[0]
+        return attention_products(**arguments_of(step.node, values, dtype))[0]
     return run(step.node, values, dtype)
 
 

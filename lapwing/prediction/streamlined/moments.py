@@ -159,14 +159,14 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def layer_correlation(variance: Tensor, pooled: Tensor, layout: Layout, samples: int, channel: int) -> Tensor:
-    """Returns ρ (B, n) with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled`, in [0, 1].
+    """Returns ρ with `ρ (mean_t √v_t)² + (1 - ρ) mean_t v_t / T = pooled`, in [0, 1], laid out for the variances.
 
     v are the variances of a layer's outputs, and `pooled` (B, n) the variances of their means over the T positions.
     """
     count = variance.numel() // pooled.numel()  # T
     alone = layout.mean(variance, samples, channel) / count
     amplitude = layout.mean(root(variance), samples, channel).square()
-    return ratio((pooled - alone).clamp_min(0), amplitude - alone)
+    return layout.expanded(ratio((pooled - alone).clamp_min(0), amplitude - alone), variance, channel)
 
 
 def sum_correlation(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from .functions import Fused
 from .graph import Graph
@@ -59,7 +60,7 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
             wanted.update(s.name for s in _carriers(node, attention) if s.name in uncertain)
     uncertain = wanted
     moving = reached(calls, set(filter(None, graph.leaves)))
-    root, members = _functions(calls, users, frozenset(uncertain), moving, output)
+    root, members = _functions(graph, users, frozenset(uncertain), moving)
     steps = []
     for node in calls:
         if node.name not in uncertain:
@@ -96,10 +97,7 @@ def reached(calls: Sequence[fx.Node], names: Set[str]) -> set[str]:
 
 def _has_slope(node: fx.Node) -> bool:
     """Whether a call returns floating-point values. Other calls run on means."""
-    if is_a(node, Kind.FLAT):
-        return False
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = () if is_a(node, Kind.FLAT) else tree_leaves(node.meta.get("val"))
     return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
@@ -123,11 +121,7 @@ def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.N
 
 
 def _functions(
-    calls: Sequence[fx.Node],
-    users: Mapping[str, list[fx.Node]],
-    uncertain: frozenset[str],
-    moving: set[str],
-    output: str,
+    graph: Graph, users: Mapping[str, list[fx.Node]], uncertain: frozenset[str], moving: set[str]
 ) -> tuple[dict[str, str], dict[str, list[fx.Node]]]:
     """Returns uncertain value -> the uncertain tensor that it is a function of, or itself; that tensor -> its calls.
 
@@ -137,7 +131,7 @@ def _functions(
     while True:
         root = {name: name for name in uncertain}
         members: dict[str, list[fx.Node]] = {}
-        for node in calls:
+        for node in graph.nodes:
             sources = [s.name for s in node.all_input_nodes if s.name in uncertain]
             roots = {root[name] for name in sources}
             if node.name not in uncertain or len(roots) != 1 or not moving.issuperset(sources):  # weights: no samples
@@ -148,7 +142,8 @@ def _functions(
                 (source,) = roots
                 root[node.name] = source
                 members.setdefault(source, []).append(node)
-        outside = {name for source, some in members.items() for name in _outside(source, some, users, root, output)}
+        found = (_outside(source, some, users, root, graph.output) for source, some in members.items())
+        outside = set[str]().union(*found)
         if not outside:
             return root, members
         alone |= outside

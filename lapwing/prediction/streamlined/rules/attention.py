@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ....network.eager import attention_products
 from ..moments import Moments, Value, mean_of, sum_correlation, total_of
-from ..operations import Kind, Operation, aten, register_aten, same_along, shape_of
+from ..operations import Kind, Operation, register_aten, same_along, shape_of
 from ..sites import Site
 
 
@@ -34,7 +35,8 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
     if arguments["enable_gqa"] and mean_of(query).shape[-3] != mean_of(key).shape[-3]:
         times = mean_of(query).shape[-3] // mean_of(key).shape[-3]
         key, value = _repeated(key, times), _repeated(value, times)
-    mean, weights = products({**arguments, "key": mean_of(key), "value": mean_of(value), "query": mean_of(query)})
+    means = {"query": mean_of(query), "key": mean_of(key), "value": mean_of(value)}
+    mean, weights = attention_products(**{**arguments, **means})
     parts, common = [], None
     if isinstance(value, Moments):
         parts.append(weights.square() @ value.individual)
@@ -69,14 +71,6 @@ def _repeated(value: Any, times: int) -> Any:
     if isinstance(value, Moments):
         return replace(value.moved(lambda part: _repeated(part, times)), origin=value.origin)
     return value.repeat_interleave(times, -3)
-
-
-def products(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns an attention's outputs and P by plain products, which have forward-mode derivatives."""
-    mask, like = arguments["attn_mask"], arguments["query"]
-    if mask is not None and mask.dtype == torch.bool:  # the plain products add their mask to the scores
-        arguments = {**arguments, "attn_mask": like.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)}
-    return aten._scaled_dot_product_attention_math.default(**arguments)
 
 
 def _attended_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:

@@ -69,11 +69,14 @@ def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
             pooled.append(_by_groups(common.square(), inherited, groups))
     if spreads is not None:
         patches = (reduce(torch.kron, cover) @ mean.flatten(2).mT).mT  # their means over positions (B, C, K)
-        pooled.append(_pooled(treated, patches, spreads, shared, groups))
+        if treated is None:
+            pooled.append(_by_groups(patches.flatten(1).square(), spreads.flatten(1), groups))
+        else:
+            rows = patches.reshape(patches.shape[0], groups, -1)  # (B, G, I)
+            pooled.append(treated.push(F.pad(rows, (0, 1), value=1.0) if shared else rows))
     if shift is not None:
         pooled.append(shift.expand(h.shape[0], -1))
-    rho = layer_correlation(total, total_of(pooled), layout, site.samples, 1)  # (B, O)
-    return Moments(h, total, layout.expanded(rho, total, 1))
+    return Moments(h, total, layer_correlation(total, total_of(pooled), layout, site.samples, 1))
 
 
 def _averaged(cover: Sequence[Tensor], w: Tensor, spread: Tensor | None) -> Tensor:
@@ -138,14 +141,6 @@ def _cover(site: Site, arguments: dict[str, Any], mean: Tensor, grid: torch.Size
     return site.constant(f"cover {sizes}", make)
 
 
-def _pooled(treated: Treated | None, rows: Tensor, spread: Tensor, bias: bool, groups: int) -> Tensor:
-    """Returns the variances (B, O) of the mean over positions from the weights."""
-    if treated is None:
-        return _by_groups(rows.flatten(1).square(), spread.flatten(1), groups)
-    rows = rows.reshape(rows.shape[0], groups, -1)  # (B, G, I)
-    return treated.push(F.pad(rows, (0, 1), value=1.0) if bias else rows)
-
-
 def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     """Returns `W x` for x (B, I) and W (O, I / G)."""
     x, weight = x.unflatten(1, (groups, -1)), weight.unflatten(0, (groups, -1))
@@ -155,9 +150,23 @@ def _by_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
 def _from_weights(
     site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, grid: torch.Size, bias: bool
 ) -> Tensor:
-    """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for every patch a, with a one appended for the bias."""
+    """Returns `Σ_ii' a_i a_i' Cov[W_ji, W_ji']` for every patch a, with a one appended for the bias.
+
+    For posteriors without one basis for all outputs it unfolds the patches, by chunks of samples.
+    """
     if treated.rotation is None:
-        return _pushed(site, treated, arguments, mean, grid, bias)
+        if arguments["groups"] != 1:
+            raise site.refusal(
+                "it has groups, and the posterior correlates all its weights", "Fit with lw.KFAC() or lw.Diagonal()."
+            )
+        per_sample = max(1, mean.shape[1] * mean_of(arguments["weight"]).shape[2:].numel() * grid.numel())
+        parts = []
+        for some in mean.split(max(1, _MAX_PATCH_NUMBERS // per_sample)):
+            rows = patches_of(site, arguments, some)
+            rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
+            variance = treated.covariance.push(rows.flatten(0, 1), None, False)  # (B T, O)
+            parts.append(variance.reshape(len(some), -1, variance.shape[-1]).mT.reshape(len(some), -1, *grid))
+        return torch.cat(parts)
     kernels, shift, spread = site.constant("rotated", lambda: _kernels(treated, bias, mean_of(arguments["weight"])))
     patches = site.apply(arguments, input=mean, weight=kernels, bias=shift).square()  # (B, G Q, *grid)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[mean.ndim - 3]
@@ -175,25 +184,6 @@ def _kernels(treated: Treated, bias: bool, weight: Tensor) -> tuple[Tensor, Tens
     kernels = basis.mT.reshape(groups, basis.shape[-1], -1, *kernel)  # (G, Q, I / kernel, *kernel)
     kernels = kernels.transpose(1, 2) if treated.block.matrix.transposed else kernels
     return kernels.flatten(0, 1), shift, spread.flatten(0, 1)[(..., *[None] * len(kernel))]
-
-
-def _pushed(
-    site: Site, treated: Treated, arguments: dict[str, Any], mean: Tensor, grid: torch.Size, bias: bool
-) -> Tensor:
-    """Returns `_from_weights` by unfolding chunks of samples, for posteriors without one basis for all outputs."""
-    if arguments["groups"] != 1:
-        raise site.refusal(
-            "it has groups, and the posterior correlates all its weights", "Fit with lw.KFAC() or lw.Diagonal()."
-        )
-    kernel = tuple(mean_of(arguments["weight"]).shape[2:])
-    per_sample = max(1, mean.shape[1] * torch.Size(kernel).numel() * torch.Size(grid).numel())
-    parts = []
-    for some in mean.split(max(1, _MAX_PATCH_NUMBERS // per_sample)):
-        rows = patches_of(site, arguments, some)
-        rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
-        variance = treated.covariance.push(rows.flatten(0, 1), None, False)  # (B T, O)
-        parts.append(variance.reshape(len(some), -1, variance.shape[-1]).mT.reshape(len(some), -1, *grid))
-    return torch.cat(parts)
 
 
 register_aten(

@@ -115,10 +115,6 @@ def _variance(a: Arguments, y: Any, name: str) -> Slope:
     return 2 / (_count(a) - _correction(a)) * (x - x.mean(a["dim"], keepdim=True))
 
 
-def _deviation(a: Arguments, y: Any, name: str) -> Slope:
-    return _variance(a, y, name) / (2 * y)
-
-
 # ---- the table
 
 
@@ -186,6 +182,8 @@ _elementwise(
 _elementwise(_prelu, "prelu.default")
 
 register_aten(Operation(Kind.STATISTIC, slope=_variance), "var.dim", "var.correction")
-register_aten(Operation(Kind.STATISTIC, slope=_deviation), "std.dim", "std.correction")
+register_aten(
+    Operation(Kind.STATISTIC, slope=lambda a, y, name: _variance(a, y, name) / (2 * y)), "std.dim", "std.correction"
+)
 register_aten(Operation(Kind.STATISTIC, slope=lambda a, y, name: (a["self"] - y).exp()), "logsumexp.default")
 register_aten(Operation(Kind.STATISTIC), "linalg_vector_norm.default", "norm.ScalarOpt_dim")

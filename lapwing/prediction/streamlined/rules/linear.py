@@ -107,8 +107,7 @@ def linear(site: Site, arguments: dict[str, Any]) -> Moments:
         count = total.numel() // (site.samples * total.shape[-1])  # T
         shared = [] if common is None else [common.square()]
         pooled.append(total_of([individual / count, *shared]) @ layer.second())
-    rho = layer_correlation(total, total_of(pooled), layout, site.samples, -1)  # (B, O)
-    return Moments(h, total, layout.expanded(rho, total), start)
+    return Moments(h, total, layer_correlation(total, total_of(pooled), layout, site.samples, -1), start)
 
 
 def linear_with_covariances(

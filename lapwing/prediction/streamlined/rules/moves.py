@@ -13,18 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ..moments import Moments, Value, mean_of, sum_correlation
-from ..operations import (
-    OPERATIONS,
-    Kind,
-    Operation,
-    aten,
-    broadcast,
-    length_of,
-    named,
-    register_aten,
-    same_along,
-    shape_of,
-)
+from ..operations import OPERATIONS, Kind, Operation, broadcast, length_of, named, register_aten, same_along, shape_of
 from ..sites import Site
 from .elementwise import one
 
@@ -41,11 +30,6 @@ def moved(site: Site, arguments: dict[str, Any]) -> Value:
         rest = zip(mean, variance, rho or [None] * len(mean), strict=True)
         return tuple(Moments(*parts, origin) for parts in rest)
     return Moments(mean, variance, rho, origin)
-
-
-def picked(site: Site, arguments: dict[str, Any]) -> Value:
-    """Returns one of several tensors."""
-    return arguments["0"][arguments["1"]]
 
 
 def _apply(site: Site, arguments: dict[str, Any], part: Any) -> Any:
@@ -155,19 +139,18 @@ def won(site: Site, arguments: dict[str, Any], pool: Callable[..., Any]) -> Any:
     return (moments, index) if adaptive else moments
 
 
-def largest(site: Site, arguments: dict[str, Any]) -> Any:
-    """Returns the moments of the largest (or smallest) entry along a dimension."""
+def largest(site: Site, arguments: dict[str, Any], find: Callable[..., Any], indexed: bool) -> Any:
+    """Returns the moments of the entry along a dimension that torch.max or torch.min finds, and its index if asked."""
     x: Moments = arguments["self"]
     dims = arguments.get("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(x.mean.ndim))
     if len(dims) > 1:
         raise site.refusal("it is a maximum over several dimensions", "Take maxima over one dimension after another.")
-    smallest = site.node.target in (aten.amin.default, aten.min.dim)
-    best = (x.mean.min if smallest else x.mean.max)(dims[0], keepdim=True)
+    best = find(x.mean, dims[0], keepdim=True)
     parts = (best.values, x.variance.gather(dims[0], best.indices), best.indices)
     mean, variance, index = (part if arguments["keepdim"] else part.squeeze(dims[0]) for part in parts)
     moments = Moments(mean, variance)
-    return (moments, index) if site.node.target in (aten.max.dim, aten.min.dim) else moments
+    return (moments, index) if indexed else moments
 
 
 def _window_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
@@ -205,7 +188,7 @@ register_aten(
     Operation(Kind.ELEMENTWISE | Kind.IDENTITY, moved, moved_label, one), "clone.default", "contiguous.default"
 )
 register_aten(Operation(Kind.ELEMENTWISE | Kind.VIEW, moved, moved_label, one), "expand.default", "expand_as.default")
-OPERATIONS[operator.getitem] = Operation(Kind.OTHER, picked, moved_label, one)
+OPERATIONS[operator.getitem] = Operation(Kind.OTHER, lambda site, a: a["0"][a["1"]], moved_label, one)
 register_aten(
     Operation(Kind.OTHER, averaged, _window_label),
     "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default", "adaptive_avg_pool1d.default",
@@ -214,5 +197,7 @@ register_aten(
 for _space in (1, 2, 3):
     for _name, _label in ((f"max_pool{_space}d", _window_label), (f"adaptive_max_pool{_space}d", broadcast)):
         register_aten(Operation(Kind.OTHER, partial(won, pool=getattr(F, _name)), _label), f"{_name}.default")
-register_aten(Operation(Kind.STATISTIC, largest, broadcast), "amax.default", "amin.default")
-register_aten(Operation(Kind.OTHER, largest, broadcast), "max.dim", "min.dim")
+for _name, _find in (("max", torch.max), ("min", torch.min)):
+    _found = partial(largest, find=_find)
+    register_aten(Operation(Kind.STATISTIC, partial(_found, indexed=False), broadcast), f"a{_name}.default")
+    register_aten(Operation(Kind.OTHER, partial(_found, indexed=True), broadcast), f"{_name}.dim")
