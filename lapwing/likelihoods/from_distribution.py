@@ -38,7 +38,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
 
     one_output_per_target: ClassVar[bool] = False
     tuning_link: ClassVar[Link] = SampledLink(draws=128)
-    draws = 64  # without an annotation, so that a subclass may make it a field
+    draws = 256  # without an annotation, so that a subclass may make it a field
 
     @abstractmethod
     def family(self, outputs: Tensor) -> dist.Distribution:
@@ -78,8 +78,8 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns the root `U √λ` of `Λ = E[s sᵀ] = U λ Uᵀ`, `s = ∇_f log p(y|f)`, (B, C, C).
 
-        The mean is exact for a finite support, otherwise over `draws` draws of y. They depend only on the outputs:
-        equal outputs give equal results. A score that is not finite, at an end of the support, counts as 0.
+        The mean is exact for a finite support, otherwise over `draws` draws of y. They depend on all outputs of the
+        batch: equal batches give equal results. A score that is not finite, at an end of the support, counts as 0.
         """
         wide = doubled(outputs.detach())
         values, weights = self._values(wide)
@@ -205,7 +205,7 @@ class FromDistribution(FamilyLikelihood[Any]):
     function: Callable[[Tensor], dist.Distribution] = field(
         metadata=required(Rule(callable, "a function from outputs to a distribution"), "torch.distributions.Poisson")
     )
-    draws: int = option(64, at_least(1))
+    draws: int = option(256, at_least(1))
     name: ClassVar[str] = "distribution"
 
     def __repr__(self) -> str:

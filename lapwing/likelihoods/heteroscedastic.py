@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +23,13 @@ from .quadrature import LEAST_VARIANCE
 from .registry import register_likelihood
 from .targets import aligned_targets, check_real_targets, known_targets
 
+log = logging.getLogger("lapwing")
+
 LOG_STEP, WIDEST_LOG, FARTHEST_LOG = 0.6, 50.0, 700.0
 """Largest step between nodes of a log variance s, for √Var[s] up to this; largest |s|, near the end of float64."""
+
+UNSEEN_LOG = 4.0
+"""√Var[s] above which `E[exp s]` comes from s that are beyond so many standard deviations."""
 
 SQUARES = "squared_standardised"  # the statistic that shows whether outputs are log variances
 
@@ -95,6 +101,18 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         """Returns the distribution of y: moments in closed form, the rest by quadrature; `generator` is not used."""
         self.choose_link(latent, link)
         return HeteroscedasticPrediction(latent, self.missing)
+
+    def at_features(self, prediction: Any, features: Tensor | None) -> Any:
+        """Returns the prediction; warns if `E[exp s]` is decided by log variances s that will not be seen."""
+        if prediction.latent.draws is None and not torch.compiler.is_compiling():  # an export cannot look at values
+            far = (prediction.latent.variance.chunk(2, -1)[1] > UNSEEN_LOG**2).any(-1)
+            if bool(far.any()):
+                log.warning(
+                    "The log variances of %d of %d inputs have standard deviations above %g, so their std and variance "
+                    "rest on noise of less than 3e-5 probability. Read interval(0.9) there, or pass validation= or a "
+                    "larger prior_precision= to lw.fit.", int(far.sum()), far.numel(), UNSEEN_LOG,
+                )  # fmt: skip
+        return prediction
 
     def _roots(self, outputs: Tensor) -> Tensor:
         """Returns the diagonal of the root, (B, 2K)."""

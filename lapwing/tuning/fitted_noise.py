@@ -78,8 +78,9 @@ def with_noise_of_residuals(
         if part.fixed:  # any rows show the tails
             train, rows, noise = rows or train, None, "constant"
         df, may_stay = part.likelihood.tails_to_fit
-        found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled) if len(train.features) else None
-        if found is None and several and len(train.features):
+        enough = len(train.features) > 1  # a row is predicted by others
+        found = chosen(train, part.floor, rows, noise, df, may_stay, part.scaled) if enough else None
+        if found is None and several and enough:
             found = constant(train, part.floor)
         if found is not None and part.fixed:  # also far from the data
             found = replace(found, offset=part.floor.log(), whitening=found.whitening[:, :1] * 0)

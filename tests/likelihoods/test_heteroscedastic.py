@@ -141,3 +141,16 @@ def test_variances_in_the_place_of_log_variances_are_warned_of(weighted, caplog)
             model.bias.copy_(torch.tensor([0.0, variance]))
         lw.fit(model, [batch], lw.KFAC(), prior_precision=1.0, likelihood=law, sample_weights=weighted)
         assert ("torch.cat([m, v.log()], 1)" in caplog.text) == told
+
+
+def test_standard_deviations_by_noise_that_will_not_be_seen_are_warned_of(caplog):
+    torch.manual_seed(0)
+    x = torch.randn(40, 2)
+    posterior = lw.fit(torch.nn.Linear(2, 2).eval(), (x, x[:, 0]), likelihood=lw.HeteroscedasticGaussian())
+    near, far = x[:3], 1e3 * x[:2]
+    posterior.predict(near)
+    assert "log variances" not in caplog.text
+    prediction = posterior.predict(torch.cat([near, far]))
+    assert "The log variances of 2 of 5 inputs have standard deviations above 4" in caplog.text
+    low, high = prediction.interval(0.9)
+    assert (low < high).all()

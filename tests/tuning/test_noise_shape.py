@@ -12,6 +12,7 @@ import torch
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
+import lapwing as lw
 from lapwing.likelihoods.input_noise import standardised
 from lapwing.tuning.noise_shape import (
     FEW_HELD_OUT,
@@ -305,3 +306,12 @@ def test_a_gap_between_the_data_is_far():
     noise = shapes(of_residuals(features(x), torch.ones_like(x)[:, None]), torch.ones(1).double())[0]
     assert noise.is_far(features(torch.linspace(-0.6, 0.6, 9).double())).all()
     assert noise.is_far(features(torch.tensor([-30.0, 6.0, 30.0]).double()))[1:].all()
+
+
+@pytest.mark.parametrize("likelihood", [lw.Gaussian(noise="input"), lw.StudentT()], ids=repr)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_fit_of_one_row_has_constant_noise(likelihood, rows):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).eval()
+    x, y = torch.randn(rows, 3), torch.randn(rows, 1)
+    assert lw.fit(model, (x, y), likelihood=likelihood).predict(torch.randn(5, 3)).std.isfinite().all()
