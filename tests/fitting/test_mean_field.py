@@ -312,12 +312,11 @@ def test_variances_of_several_groups_are_exact():
     assert all(torch.allclose(twice[name], 2 * value) for name, value in found.items())
 
 
-def test_given_variances(tmp_path):
+def test_given_variances(reloaded):
     model, batches, test = loader_of("mlp")
     variances = {"0.weight": torch.rand(model[0].weight.shape).double(), "2.bias": torch.zeros_like(model[2].bias)}
     posterior = lw.MeanField.from_variances(model, variances, batches)
     found = flat_variances(posterior)
     assert set(found) == set(variances)
     assert all(torch.equal(found[name], value) for name, value in variances.items())
-    posterior.save(tmp_path / "p.safetensors")
-    close(lw.load(tmp_path / "p.safetensors", model).latent(test).variance, posterior.latent(test).variance)
+    close(reloaded(posterior, model).latent(test).variance, posterior.latent(test).variance)

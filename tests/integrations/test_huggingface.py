@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def reward_model() -> LlamaForSequenceClassification:
     return model
 
 
-def test_rewards_are_those_of_dense_algebra(reward_model, tmp_path: Path) -> None:
+def test_rewards_are_those_of_dense_algebra(reward_model, reloaded: Any) -> None:
     """Pairs of different lengths, and the answers to one prompt by the Jacobian of the reward of each of them."""
     pairs = [(answers(count, 6), answers(count, 4)) for count in (5, 4)]
     arguments = preferences([keyed(*pair) for pair in pairs]) | {"method": lw.Full(), "prior_precision": 2.0}
@@ -129,8 +130,7 @@ def test_rewards_are_those_of_dense_algebra(reward_model, tmp_path: Path) -> Non
         assert torch.allclose(found.covariance, exact)
         assert torch.allclose(found.std, exact.diagonal().clamp_min(0).sqrt(), atol=1e-7)
     assert found.mean[3] == found.std[3] == 0
-    fitted.save(tmp_path / "rewards")
-    again = rewards(lw.load(tmp_path / "rewards", reward_model, forward=reward_difference), prompt, 3)
+    again = rewards(reloaded(fitted, reward_model, forward=reward_difference), prompt, 3)
     assert torch.equal(again.covariance, found.covariance)
     cooler = lw.fit(reward_model, **arguments | {"likelihood": lw.Bernoulli(logit_temperature=2)})
     assert torch.allclose(rewards(cooler, prompt, 3).mean, found.mean / 2)

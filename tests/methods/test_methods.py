@@ -163,11 +163,10 @@ class MethodConformance:
         problem = setup("cnn_bn_inplace")
         untouched(problem.model, lambda: problem.fit(self.method).latent(problem.test))
 
-    def test_save_and_load(self, tmp_path):
+    def test_save_and_load(self, reloaded):
         problem = setup("grouped_strided_conv")
         fitted = problem.fit(self.method, prior_precision=None)
-        fitted.save(tmp_path / "p.safetensors")
-        again = lw.load(tmp_path / "p.safetensors", problem.model)
+        again = reloaded(fitted, problem.model)
         close(again.covariance.to_dense().cpu(), fitted.covariance.to_dense().cpu(), 1e-12)
         assert again.log_marginal_likelihood() == pytest.approx(fitted.log_marginal_likelihood(), rel=1e-12)
         close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance, 1e-12)

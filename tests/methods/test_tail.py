@@ -154,11 +154,10 @@ def test_gradients_of_inputs_pass_through_the_slopes(monkeypatch):
     close(found, gradient())
 
 
-def test_a_saved_posterior_keeps_its_tail(tmp_path):
+def test_a_saved_posterior_keeps_its_tail(reloaded):
     model, (x, y) = Tailed(TAILS["softcap"]), data()
     posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
-    posterior.save(tmp_path / "posterior.pt")
-    loaded = lw.load(tmp_path / "posterior.pt", model)
+    loaded = reloaded(posterior, model)
     assert loaded.tangent.plan.tail
     close(loaded.predict(x).probs, posterior.predict(x).probs)
 
@@ -255,7 +254,7 @@ def test_rows_of_joined_heads_are_those_of_the_dense_jacobian(kind, params):
 
 @pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3)], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch, tmp_path):
+def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch, reloaded):
     model, (x, y) = Heads("mean"), data()
     loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
     fit = lambda: lw.fit(  # noqa: E731
@@ -263,8 +262,7 @@ def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, li
     )
     posterior = fit()
     assert posterior.tangent.treats_output_alone
-    posterior.save(tmp_path / "posterior")
-    latents = [each.latent(x, via=lw.Linearized()) for each in (posterior, lw.load(tmp_path / "posterior", model))]
+    latents = [each.latent(x, via=lw.Linearized()) for each in (posterior, reloaded(posterior, model))]
     without_tails(monkeypatch)
     wanted = fit().latent(x, via=lw.Linearized())
     for latent in latents:

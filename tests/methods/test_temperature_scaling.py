@@ -46,7 +46,7 @@ def test_the_temperature_is_scipys(outputs):
     assert loss(scaled.likelihood, logits / scaled.logit_temperature, y) == pytest.approx(best.fun, abs=1e-5)
 
 
-def test_a_temperature_is_a_posterior(tmp_path):
+def test_a_temperature_is_a_posterior(reloaded):
     """Classes are the network's; files, draws and a comparison need no special case."""
     model, x, y = data()
     scaled = lw.fit(model, [(x, y)], lw.TemperatureScaling())
@@ -57,8 +57,7 @@ def test_a_temperature_is_a_posterior(tmp_path):
     torch.testing.assert_close(prediction.probs, (logits / scaled.logit_temperature).softmax(1))
     assert not prediction.latent.variance.any()
     torch.testing.assert_close(scaled.predict(x, via=lw.MonteCarlo(2)).probs, prediction.probs)
-    scaled.save(tmp_path / "scaled.safetensors")
-    assert torch.equal(lw.load(tmp_path / "scaled.safetensors", model).predict(x).probs, prediction.probs)
+    assert torch.equal(reloaded(scaled, model).predict(x).probs, prediction.probs)
     table = lw.compare({"temperature": scaled, "KFAC": lw.fit(model, [(x, y)])}, [(x, y)], repeats=1)
     assert table["temperature"]["accuracy"] == table["network"]["accuracy"]
     assert table["temperature"]["NLL"] < table["network"]["NLL"]

@@ -282,15 +282,14 @@ def cast(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", [None, lw.KFAC()], ids=str)
-def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, tmp_path: Any) -> None:
+def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, reloaded: Any) -> None:
     model, x = Net(cast, a=nn.Linear(4, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)).double().eval(), normal(8, 4)
     loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3))]
     posterior = lw.fit(model, loader, *([method] if method else []), prior_precision=1.0)
     tangent = posterior.tangent
     if method:
         torch.testing.assert_close(tangent.record(x).rows(), truth(model, tangent, x))
-    posterior.save(tmp_path / "p.st")
-    again = lw.load(tmp_path / "p.st", model)
+    again = reloaded(posterior, model)
     torch.testing.assert_close(again.latent(x).variance, posterior.latent(x).variance)
     assert again.tangent.plan == tangent.plan
 

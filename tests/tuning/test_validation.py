@@ -281,7 +281,7 @@ def check_way(plain, warm, x, via):
     assert tempered.confidence.mean() < plain.predict(x, via=via).confidence.mean() - 0.05
 
 
-def test_predictions_and_files_follow_the_temperature(tmp_path):
+def test_predictions_and_files_follow_the_temperature(reloaded):
     """Linearised, joint and drawn predictions and files; not the network alone in a comparison."""
     model, plain, warm, held_out = last_layers()
     x, _ = held_out[0]
@@ -293,8 +293,7 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
     joint = warm.likelihood.predict(warm.latent(x, joint=True))
     torch.testing.assert_close(joint.probs, warm.predict(x).probs)
-    warm.save(tmp_path / "warm.safetensors")
-    again = lw.load(tmp_path / "warm.safetensors", model)
+    again = reloaded(warm, model)
     assert again.logit_temperature == warm.logit_temperature
     torch.testing.assert_close(again.predict(x).probs, warm.predict(x).probs)
     alone = [lw.compare({"posterior": one}, held_out, repeats=1)["network"]["NLL"] for one in (plain, warm)]
@@ -416,7 +415,7 @@ def test_held_out_rows_show_the_noise_of_each_output(method, caplog):
 @pytest.mark.parametrize(
     ("method", "params"), [(None, None), (lw.KFAC(), lw.everything), (lw.KFAC(), None)], ids=["full", "kfac", "last"]
 )
-def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, params, shape, tmp_path):
+def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, params, shape, reloaded):
     std = torch.tensor([0.21, 0.23, 0.26, 0.31, 0.36, 0.4])  # flat outputs have ratios above 4 in the curvature too
     x = torch.randn(500, 3, dtype=torch.float64)
     flat = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).double().eval()
@@ -439,9 +438,7 @@ def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, 
         lambda p: p.mean, lambda p: p.variance, lambda p: p.aleatoric_variance, lambda p: p.interval(0.9)[1],
     ):  # fmt: skip
         torch.testing.assert_close(read(steps).flatten(1), read(rows), rtol=1e-9, atol=1e-12)
-    path = tmp_path / "steps.safetensors"
-    posteriors[1].save(path)
-    again = lw.load(path, model).predict(x[400:])
+    again = reloaded(posteriors[1], model).predict(x[400:])
     torch.testing.assert_close(again.variance, steps.variance, rtol=1e-12, atol=0)
     for way in (lw.MonteCarlo(draws=20), lw.Linearized(draws=20)):
         drawn, targets = posteriors[1].predict(x[400:], via=way), whole[400:]
