@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 
-def train(model: nn.Module, loss: Callable[[], Tensor], steps: int = 150, rate: float = 0.02) -> nn.Module:
+def train(
+    model: nn.Module, loss: Callable[[], Tensor], steps: int = 150, rate: float = 0.02, decay: float = 0.0
+) -> nn.Module:
     """Takes steps of Adam down a loss; returns the network in eval mode."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
     for _ in range(steps):
         optimiser.zero_grad()
         loss().backward()
