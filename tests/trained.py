@@ -1,4 +1,4 @@
-"""Training of the small networks of tests."""
+"""Small networks of tests, and their training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def small_network(width: int = 6, outputs: int = 3) -> nn.Sequential:
+    """Returns a network of four inputs, which has the same weights at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).eval()
 
 
 def train(

@@ -26,9 +26,7 @@ from tests.conformance import (
     setup,
     subspace_covariance,
 )
-from tests.conformance import (
-    subspace as span_of,
-)
+from tests.conformance import subspace as span_of
 from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker_factors
 from tests.network.test_untouched import untouched
 from tests.quick import others_slow

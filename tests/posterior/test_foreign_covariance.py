@@ -16,6 +16,7 @@ from lapwing.covariance import COVARIANCES, Covariance, LayerBlock, register_cov
 from lapwing.covariance.terms import FactoredTerm, Term
 from lapwing.tangent import Record, Tangent, TensorSpec, Vectors
 from tests.refused import refused
+from tests.trained import small_network
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -61,10 +62,7 @@ class SameEverywhere(Covariance):
 
 @pytest.fixture
 def posterior() -> lw.Posterior:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
-    fitted = lw.fit(model, [(X, Y)], lw.Diagonal(), prior_precision=1.0)
+    fitted = lw.fit(small_network(), [(X, Y)], lw.Diagonal(), prior_precision=1.0)
     return replace(fitted, covariance=SameEverywhere(fitted.tangent, torch.tensor(0.3)))
 
 

@@ -23,6 +23,7 @@ from lapwing.likelihoods.registry import REGISTERED
 from papers.common.measure import LiveBytes
 from tests.posterior import fixtures
 from tests.refused import refused
+from tests.trained import small_network as network
 from tests.zoo_modules import Net
 
 TENSORS = {
@@ -37,12 +38,6 @@ TENSORS = {
 }
 TENSORS["shared"] = TENSORS["a"][0].requires_grad_()
 HEADER = {"name": "µ", "list": [1, 2.5, None, True], "nested": {"x": [[1], []]}, "tiny": 1e-300}
-
-
-def network(width: int = 6) -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).eval()
 
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
