@@ -518,7 +518,6 @@ REFUSED = [
     (lambda: fit(prior_precision=1.0, weight_decay=0.1), "prior_precision=1.0 … weight_decay … Leave one"),
     (lambda: fit(method=lw.SWAG), "SWAG … not a method … lw.SWAG.from_snapshots"),
     *((lambda options=options: fit(**options), words) for options, words in (
-        ({"data_size": 3}, "data_size=3 … 8 samples … Leave data_size out"),
         ({"temperature": 0}, "temperature=0 … positive finite … temperature=1.0"),
         ({"weight_decay": 0}, "weight_decay=0 … positive finite … weight_decay=1e-4"),
         ({"progress": "no"}, "progress='no' … True … False … None … progress=None"),

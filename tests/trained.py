@@ -18,6 +18,21 @@ def small_network(width: int = 6, outputs: int = 3) -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).eval()
 
 
+def overconfident(
+    inputs: int, outputs: int, samples: int, slope: float, factor: float, answers: bool = False
+) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Returns a network whose logits have a factor, inputs, and labels or answers by its logits times a slope."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double().eval()
+    x = torch.randn(samples, inputs, dtype=torch.float64)
+    with torch.no_grad():
+        logits = slope * model(x)
+        y = logits.sigmoid().bernoulli() > 0 if answers else torch.distributions.Categorical(logits=logits).sample()
+        model[2].weight.mul_(factor)
+        model[2].bias.mul_(factor)
+    return model, x, y
+
+
 def train(
     model: nn.Module, loss: Callable[[], Tensor], steps: int = 150, rate: float = 0.02, decay: float = 0.0
 ) -> nn.Module:

@@ -16,14 +16,11 @@ from lapwing.fitting.mean_field.fine_tuning import divergence, drawn_outputs, pe
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, Setup, close, sampled_from
+from tests.fitting.test_swag import NETWORKS
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
 
-NETWORKS = (
-    "mlp", "cnn_bn_inplace", "grouped_strided_conv", "prelu", "transposed_conv", "gpt2", "tied", "shared_module",
-    "frozen_trunk", "weight_norm", "compiled", "lstm", "bilinear", "squeezed",
-)  # fmt: skip
 SHORT = lw.MeanField(steps=4, initial_std=0.05)
 
 

@@ -8,22 +8,11 @@ from scipy.optimize import minimize_scalar
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
+from tests.trained import overconfident
 
 
 def data(outputs=3):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)).double().eval()
-    x = torch.randn(100, 4, dtype=torch.float64)
-    with torch.no_grad():
-        logits = 2 * model(x)
-        y = (
-            logits.sigmoid().bernoulli().bool()
-            if outputs < 3
-            else torch.distributions.Categorical(logits=logits).sample()
-        )
-        model[2].weight.mul_(8)
-        model[2].bias.mul_(8)
-    return model, x, y
+    return overconfident(4, outputs, 100, slope=2.0, factor=8.0, answers=outputs < 3)
 
 
 def loss(likelihood, logits, y):

@@ -263,11 +263,8 @@ def test_a_look_takes_two_backward_passes_a_digit(
 ) -> None:
     taken = []
     ours = lw.network.sample_axis.output_gradients
-    monkeypatch.setattr(
-        lw.network.sample_axis,
-        "output_gradients",
-        lambda f, noted, u, *a, **k: taken.append(u) or ours(f, noted, u, *a, **k),
-    )
+    noting = lambda f, noted, u, *a, **k: taken.append(u) or ours(f, noted, u, *a, **k)  # noqa: E731
+    monkeypatch.setattr(lw.network.sample_axis, "output_gradients", noting)
     model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype).eval(), torch.randn(samples, 4)
     Tangent.survey(model, x[:2].to(dtype), EVERY).record(x.to(dtype))
     assert sum(u.shape[-1] for u in taken) == passes
