@@ -108,7 +108,7 @@ def garments(seed: int, make: Callable[[Part, int], nn.Module] | None = None) ->
         x, y = (torch.cat(parts) for parts in zip(*loader, strict=True))
         model = make((x, y), seed)
     data = images("fashion_mnist")
-    return Setting(model, loader, tuned, (data.x_test[9000:], data.y_test[9000:]), inputs)
+    return Setting(model, loader, tuned, data.test(slice(9000, None)), inputs)
 
 
 def resnet() -> Setting:
@@ -116,7 +116,7 @@ def resnet() -> Setting:
     _, _, tuned, inputs, _ = cifar10()
     data, features = images("cifar10"), LastLayer.load(SEED)
     trunk, rows = features.trunk, random_rows(data.x_train, 2000, SEED)
-    loader = [(trunk(x), y) for x, y in batched(data.x_train[rows], data.y_train[rows])]
+    loader = [(trunk(x), y) for x, y in batched(*data.train(rows))]
     sets = {place: trunk(x) for place, x in inputs.items()}
     others = trunk(data.x_test[3000:4000]), data.y_test[3000:4000]
     return Setting(features.layer.eval(), loader, (trunk(tuned[0]), tuned[1]), others, sets, 50_000)

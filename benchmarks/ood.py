@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 import lapwing as lw
 from lapwing.evaluation.metrics import auroc
-from papers.common.data import CENTRE_AND_SCALE, arrays, batched, images, random_rows
+from papers.common.cifar import normalised
+from papers.common.data import arrays, batched, images, random_rows
 from papers.common.measure import ratio
 from papers.common.networks import cifar_resnet20
 from papers.common.scores import averaged, class_scores, entropy
@@ -108,7 +109,7 @@ def fashion(seed: int, members: int = MEMBERS) -> Task:
     inputs = {"Fashion-MNIST": data.x_test[:5000], "MNIST": images("mnist").x_test[:3000]}
     inputs["CIFAR-10"] = grey[:, None, 2:30, 2:30].contiguous()
     rows = random_rows(data.x_train, 3300, seed)
-    x, y = data.x_train[rows], data.y_train[rows]
+    x, y = data.train(rows)
     models = [trained(x[:3000], y[:3000], 100 * seed + member) for member in range(members)]
     return models, batched(x[:3000], y[:3000]), (x[3000:], y[3000:]), inputs, data.y_test[:5000]
 
@@ -117,13 +118,10 @@ def cifar10() -> Task:
     """Reads the trained ResNet-20."""
     data, model = images("cifar10"), cifar_resnet20().eval()
     rows = random_rows(data.x_train, 2000, SEED)
-    centre, scale = (torch.tensor(value)[:, None, None] for value in CENTRE_AND_SCALE["cifar10"])
     inputs = {"CIFAR-10": data.x_test[1000:3000]}
     for place, name in {"Fashion-MNIST": "fashion_mnist", "MNIST": "mnist"}.items():
-        inputs[place] = (F.interpolate(images(name).x_test[:2000], 32).expand(-1, 3, -1, -1) - centre) / scale
-    held_out = data.x_test[:1000], data.y_test[:1000]
-    loader = batched(data.x_train[rows], data.y_train[rows])
-    return [model], loader, held_out, inputs, data.y_test[1000:3000]
+        inputs[place] = normalised(F.interpolate(images(name).x_test[:2000], 32).expand(-1, 3, -1, -1))
+    return [model], batched(*data.train(rows)), data.test(slice(1000)), inputs, data.y_test[1000:3000]
 
 
 SHORT = {"entropy": "entropy", "mutual information": "MI"}

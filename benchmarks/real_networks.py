@@ -37,8 +37,7 @@ def study(name: str) -> dict[str, Any]:
     build, size = NETWORKS[name]
     model, data = build().eval(), images(name)
     picked = random_rows(data.x_train, SHOWN, SEED)
-    train = batched(data.x_train[picked], data.y_train[picked])
-    validation = batched(data.x_test[:VALIDATION], data.y_test[:VALIDATION])
+    train, validation = batched(*data.train(picked)), batched(*data.test(slice(VALIDATION)))
     some = validation[:5]
     with torch.no_grad():
         loss = nn.functional.cross_entropy(torch.cat([model(x) for x, _ in some]).double(), joined(some)[1])

@@ -351,15 +351,7 @@ def conformal(found: Study) -> Row:
     from mapie.regression import SplitConformalRegressor
 
     model, seconds = found.network()
-    (a, b), (x, y) = found.table.val, found.table.test
-    with torch.no_grad():
-        held_out, test = (model(inputs).double().numpy() for inputs in (a, x))
-    start = time.process_time()
-    conformed: Any = SplitConformalRegressor(Column(), confidence_level=0.9, prefit=True)
-    conformed.conformalize(held_out, b[:, 0].double().numpy())
-    spent = timed(seconds, start)
-    points, ends = conformed.predict_interval(test)
-    return of_intervals(points, ends[:, 0, 0], ends[:, 1, 0], y[:, 0]) | spent
+    return _conformed(found, model, seconds, SplitConformalRegressor(Column(), confidence_level=0.9, prefit=True))
 
 
 def conformal_quantiles(found: Study) -> Row:
@@ -367,13 +359,17 @@ def conformal_quantiles(found: Study) -> Row:
     from mapie.regression import ConformalizedQuantileRegressor
 
     model, seconds = found.network("quantiles")
+    columns = [Column(0), Column(2), Column(1)]
+    conformed = ConformalizedQuantileRegressor(columns, confidence_level=0.9, prefit=True)
+    return _conformed(found, model, seconds, conformed)
+
+
+def _conformed(found: Study, model: nn.Module, seconds: float, conformed: Any) -> Row:
+    """Returns the scores of intervals of the network's sorted outputs, after the held-out rows made them conformal."""
     (a, b), (x, y) = found.table.val, found.table.test
     with torch.no_grad():
         held_out, test = (model(inputs).double().sort(1).values.numpy() for inputs in (a, x))
     start = time.process_time()
-    conformed: Any = ConformalizedQuantileRegressor(
-        [Column(0), Column(2), Column(1)], confidence_level=0.9, prefit=True
-    )
     conformed.conformalize(held_out, b[:, 0].double().numpy())
     spent = timed(seconds, start)
     points, ends = conformed.predict_interval(test)

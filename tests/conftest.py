@@ -7,12 +7,14 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+import lapwing as lw
 
 try:
     import resource
@@ -98,6 +100,18 @@ def pretended_device() -> Iterator[None]:
     assert PRETENDED is not None
     with PRETENDED:
         yield
+
+
+@pytest.fixture
+def reloaded(tmp_path: Path) -> Callable[..., lw.Posterior]:
+    """Give a function that saves a posterior and loads it for a network, by default its own."""
+
+    def load(posterior: lw.Posterior, model: torch.nn.Module | None = None, **options: Any) -> lw.Posterior:
+        path = tmp_path / "posterior.safetensors"
+        posterior.save(path)
+        return lw.load(path, posterior.model if model is None else model, **options)
+
+    return load
 
 
 @pytest.fixture

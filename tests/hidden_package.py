@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import pytest
 
 
 class HiddenPackage:
@@ -14,3 +17,10 @@ class HiddenPackage:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == self._package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Makes a package look as if it were not installed, also if it has been imported."""
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [HiddenPackage(package), *sys.meta_path])

@@ -23,12 +23,12 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def unique_parameter_names(model: nn.Module, trainable_only: bool = False) -> list[str]:
+def unique_parameter_names(model: nn.Module) -> list[str]:
     """Names of the parameters of the uncompiled module in order of registration, tied ones once (first name)."""
     seen: set[int] = set()
     names = []
     for name, parameter in uncompiled(model).named_parameters(remove_duplicate=False):
-        if id(parameter) not in seen and (parameter.requires_grad or not trainable_only):
+        if id(parameter) not in seen:
             names.append(name)
         seen.add(id(parameter))
     return names
@@ -134,10 +134,10 @@ class _Bound(nn.Module):
         return self.call(self.model, x)
 
 
-def outputs(model: nn.Module, x: Any, forward: Callable[[nn.Module, Any], Tensor] | None = None) -> Tensor:
+def outputs(model: nn.Module, x: Any) -> Tensor:
     """Compute the outputs of the uncompiled model with reference kernels, (B, C), without gradient."""
     with torch.no_grad(), reference_kernels():
-        return (forward or call)(uncompiled(model), x)
+        return call(uncompiled(model), x)
 
 
 def jacobian(
@@ -201,9 +201,9 @@ def precision_vector(precision: float | Tensor, size: int) -> Tensor:
     return torch.as_tensor(precision, dtype=torch.float64).expand(size).clone()
 
 
-def laplace_covariance(G: Tensor, precision: float | Tensor, temperature: float = 1.0) -> Tensor:
-    """Covariance Ψ = (G/τ + Δ)⁻¹, Δ diagonal given by a scalar or vector (P,): (P, P)."""
-    Sigma = torch.linalg.inv(G / temperature + torch.diag(precision_vector(precision, len(G))))
+def laplace_covariance(G: Tensor, precision: float | Tensor) -> Tensor:
+    """Covariance Σ = (G + Δ)⁻¹, Δ diagonal given by a scalar or vector (P,): (P, P)."""
+    Sigma = torch.linalg.inv(G + torch.diag(precision_vector(precision, len(G))))
     return (Sigma + Sigma.T) / 2
 
 
@@ -212,12 +212,11 @@ def output_covariance(J: Tensor, Sigma: Tensor) -> Tensor:
     return torch.stack([J_n @ Sigma @ J_n.T for J_n in J])
 
 
-def joint_output_covariance(J: Tensor, Sigma: Tensor, J_other: Tensor | None = None) -> Tensor:
+def joint_output_covariance(J: Tensor, Sigma: Tensor) -> Tensor:
     """Covariance between outputs of all samples, J_n Σ J_mᵀ: entry [n, c, m, d] of (B, C, B, C)."""
-    J_other = J if J_other is None else J_other
-    out = J.new_empty(J.shape[0], J.shape[1], J_other.shape[0], J_other.shape[1])
+    out = J.new_empty(*J.shape[:2], *J.shape[:2])
     for n, J_n in enumerate(J):
-        for m, J_m in enumerate(J_other):
+        for m, J_m in enumerate(J):
             out[n, :, m, :] = J_n @ Sigma @ J_m.T
     return out
 

@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 import lapwing as lw
 from tests.network.test_untouched import assert_same, snapshot
 from tests.refused import each_row, refused
+from tests.trained import small_network as network
 from tests.zoo_modules import Net
 
 NAN = math.nan
@@ -54,12 +55,6 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lw, name, guarded(getattr(lw, name), lambda model: model))
     for name in ("latent", "predict", "sample", "save", "with_prior", "log_marginal_likelihood", "diagnose"):
         monkeypatch.setattr(lw.Posterior, name, guarded(getattr(lw.Posterior, name), lambda self: self.tangent.model))
-
-
-def network() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
 
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
@@ -523,7 +518,6 @@ REFUSED = [
     (lambda: fit(prior_precision=1.0, weight_decay=0.1), "prior_precision=1.0 … weight_decay … Leave one"),
     (lambda: fit(method=lw.SWAG), "SWAG … not a method … lw.SWAG.from_snapshots"),
     *((lambda options=options: fit(**options), words) for options, words in (
-        ({"data_size": 3}, "data_size=3 … 8 samples … Leave data_size out"),
         ({"temperature": 0}, "temperature=0 … positive finite … temperature=1.0"),
         ({"weight_decay": 0}, "weight_decay=0 … positive finite … weight_decay=1e-4"),
         ({"progress": "no"}, "progress='no' … True … False … None … progress=None"),

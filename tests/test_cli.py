@@ -13,7 +13,7 @@ from safetensors.torch import load_model, save_model
 
 import lapwing as lw
 from lapwing.cli import main
-from tests.hidden_package import HiddenPackage
+from tests.hidden_package import hide
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("jsonargparse")
@@ -124,12 +124,20 @@ def test_parquet_names_the_package_that_reads_it(folder: Path, capsys, monkeypat
     assert "table.parquet needs the package pyarrow. Run pip install" in capsys.readouterr().err
 
 
-def test_help_of_a_method_comes_from_its_dataclass(capsys) -> None:
+WEIGHT_SHARING = "--method.weight_sharing {expand,reduce} treatment of weights that are used at several positions"
+HELP = {
+    "`make demo`": ["--help"], "This runs the code of the module.": ["fit", "--help"],
+    WEIGHT_SHARING: ["fit", "--method.help", "KFAC"],
+}  # fmt: skip
+"""Words of a help -> arguments; that of a method comes from its dataclass."""
+
+
+@pytest.mark.parametrize("words", HELP)
+def test_help_has_these_words(words: str, capsys) -> None:
     with pytest.raises(SystemExit) as done:
-        main(["fit", "--method.help", "KFAC"])
+        main(HELP[words])
     assert done.value.code in (0, None)
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--method.weight_sharing {expand,reduce} treatment of weights that are used at several positions" in text
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("out", ["missing/p", "."])
@@ -168,22 +176,9 @@ def test_info_of_a_mixture(folder: Path, capsys) -> None:
 
 def test_info_needs_no_extra(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     lw.fit(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2), lw.Diagonal()).save("p")
-    monkeypatch.delitem(sys.modules, "jsonargparse")
-    monkeypatch.setattr(sys, "meta_path", [HiddenPackage("jsonargparse"), *sys.meta_path])
+    hide(monkeypatch, "jsonargparse")
     main(["info", "p"])
     assert "method           Diagonal(), 9 samples" in capsys.readouterr().out
-
-
-def test_help_names_the_demo(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "`make demo`" in capsys.readouterr().out
-
-
-def test_help_warns_that_the_module_runs(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["fit", "--help"])
-    assert "This runs the code of the module." in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,7 @@ import lapwing as lw
 from benchmarks import defaults_links as links
 from benchmarks import defaults_subspaces as subspaces
 from benchmarks.grid import measures, summary
-from benchmarks.grid.networks import (
-    Cell,
-    Data,
-    TextCNN,
-    TextTransformer,
-    hashed,
-)
+from benchmarks.grid.networks import Cell, Data, TextCNN, TextTransformer, hashed
 from lapwing.evaluation.metrics import auroc
 from papers.common.networks import mlp
 from papers.common.training import Recipe

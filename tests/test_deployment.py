@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -343,8 +344,7 @@ def test_scores_are_for_labels() -> None:
     real, many = torch.randn(20, 1), torch.arange(20) % 101
     for outputs, y in ((1, real), (101, many)):
         posterior = lw.fit(mlp(outputs), [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0)
-        with pytest.raises(lw.LapwingError, match=r"for labels.*Write lw.deploy\(posterior, x\)"):
-            lw.deploy(posterior, x, outputs="scores")
+        refused(partial(lw.deploy, posterior, x, outputs="scores"), "for labels … Write lw.deploy(posterior, x)")
 
 
 def test_a_function_after_the_last_layer() -> None:
@@ -363,9 +363,7 @@ def test_a_function_after_the_last_layer() -> None:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Returns lapwing's warnings."""
-    return [
-        record.getMessage() for record in caplog.records if record.name == "lapwing" and record.levelname == "WARNING"
-    ]
+    return [text for name, level, text in caplog.record_tuples if (name, level) == ("lapwing", logging.WARNING)]
 
 
 def wide(outputs: int = 1, **options: Any) -> tuple[lw.Posterior, Tensor]:
@@ -490,8 +488,7 @@ def test_layers_without_a_chosen_weight(network: str, layer: int, tmp_path: Path
     expected = posterior.predict(x, via=predictor.via)
     torch.testing.assert_close(predictor(x), (expected.mean, expected.variance))
     if layer == 2:
-        run = pytest.importorskip("onnxruntime").InferenceSession
-        found = run(predictor.to_onnx(tmp_path / "network.onnx", x)).run(None, {"x": x.numpy()})
+        found = onnx_outputs(predictor.to_onnx(tmp_path / "network.onnx", x), x)
         torch.testing.assert_close(tuple(map(torch.from_numpy, found)), predictor(x), rtol=1e-4, atol=1e-4)
 
 

@@ -18,7 +18,7 @@ import torch
 
 import lapwing
 from papers.common.results import load
-from tests.hidden_package import HiddenPackage
+from tests.hidden_package import hide
 from tests.quick import others_slow
 
 ROOT = Path(__file__).parents[1]
@@ -103,9 +103,7 @@ def test_scripts_of_tasks_run(script: Path, tmp_path: Path) -> None:
 
 
 def test_the_task_of_guarantees_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for loaded in [name for name in sys.modules if name.partition(".")[0] == "mapie"]:
-        monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setattr(sys, "meta_path", [HiddenPackage("mapie"), *sys.meta_path])
+    hide(monkeypatch, "mapie")
     with pytest.raises(SystemExit, match=r'needs MAPIE: run pip install "lapwing-torch\[mapie\]"'):
         runpy.run_path(str(ROOT / "examples" / "tasks" / "plot_guarantees.py"))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -221,7 +221,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_latents_are_those_of_a_dense_posterior(seed: int, tmp_path: Path) -> None:
+def test_latents_are_those_of_a_dense_posterior(seed: int, reloaded: Any) -> None:
     case = Case.drawn(seed)
     before = copy.deepcopy(case.model.state_dict())
     method, options = METHODS[case.method], {"likelihood": case.likelihood, "tune": None, **case.options}
@@ -237,8 +237,7 @@ def test_latents_are_those_of_a_dense_posterior(seed: int, tmp_path: Path) -> No
         sigma = oracle.laplace_covariance(G, case.options["prior_precision"])
         wanted = oracle.output_covariance(case.jacobian(posterior, case.test), sigma)
         close(found, wanted, TOLERANCES[case.dtype])
-    posterior.save(tmp_path / "posterior.safetensors")
-    again = lw.load(tmp_path / "posterior.safetensors", case.model)
+    again = reloaded(posterior, case.model)
     close(again.latent(case.test).covariance.double(), latent.covariance.double(), rounding)
     assert again.likelihood == posterior.likelihood
     assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch._dynamo  # which looks for onnx as it is imported: torch.export wou
 import lapwing as lw
 from lapwing.errors import PACKAGES, extra
 from lapwing.evaluation import metrics, plots
-from tests.hidden_package import HiddenPackage
+from tests.hidden_package import hide
+from tests.quick import others_slow
 
 
 def _posterior() -> tuple[lw.Posterior, torch.Tensor, torch.Tensor]:
@@ -41,6 +44,16 @@ def _report() -> Any:
     return _compare().report("never.html")
 
 
+def _adapter(module: str) -> Any:
+    return importlib.import_module(f"lapwing.integrations.{module}").fit_trainer(None)
+
+
+ADAPTERS = {
+    "sklearn": "sklearn", "botorch": "botorch", "lightning": "lightning", "huggingface": "transformers",
+    "mapie": "mapie", "ase": "ase",
+}  # fmt: skip
+"""Module of lapwing.integrations, which is also the extra -> the package that it needs."""
+
 USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compare": (_foreign, "sklearn", "eval"),
     "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
@@ -49,16 +62,15 @@ USES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "bands": (lambda: plots.bands(torch.rand(3), (torch.rand(3), torch.rand(3))), "matplotlib", "eval"),
     "onnx": (_onnx, "onnx", "export"),
     "onnxscript": (_onnx, "onnxscript", "export"),
+    **{module: (partial(_adapter, module), package, module) for module, package in ADAPTERS.items()},
 }
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", others_slow(USES, ("compare", *ADAPTERS)))
 def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use, package, group = USES[name]
-    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setattr(sys, "meta_path", [HiddenPackage(package), *sys.meta_path])
+    hide(monkeypatch, package)
+    monkeypatch.delitem(sys.modules, f"lapwing.integrations.{name}", raising=False)
     with pytest.raises(lw.LapwingError) as caught:
         use()
     assert str(caught.value) == (
@@ -68,9 +80,7 @@ def test_a_missing_extra_is_one_sentence_and_a_line(name: str, monkeypatch: pyte
 
 def test_a_comparison_without_foreign_sets_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in (*PACKAGES, "torchmetrics"):
-        for module in [module for module in sys.modules if module.partition(".")[0] == package]:
-            monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setattr(sys, "meta_path", [HiddenPackage(package), *sys.meta_path])
+        hide(monkeypatch, package)
     assert "ECE" in _compare().columns
 
 

@@ -46,22 +46,26 @@ class Problem:
         )  # fmt: skip
         return posterior.latent(convert(self.test)).variance.double()
 
-    def dense(self, delta: float) -> Tensor:
-        """Returns the full Laplace variances (8, C) in float64, through a QR factor of all rows and the prior's."""
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns J and the Fisher information at the training inputs, and J at the test inputs, in float64."""
         model, x = copy.deepcopy(self.model).double(), self.x.double()
         blocks = lw.fit(model, [(x[:5], self.y[:5])], lw.Diagonal(), params=self.params).tangent.blocks
-        J, f = jacobian(model, x, blocks), oracle.outputs(model, x)
-        if isinstance(self.likelihood, lw.Categorical):
-            fisher = oracle.softmax_fisher(f)
-            values, vectors = torch.linalg.eigh(fisher)
-            root = vectors * values.clamp_min(0).sqrt()[:, None]
-        else:
-            noise = self.likelihood.noise_variance
-            root = torch.eye(f.shape[1]).double().expand(len(f), -1, -1) / noise**0.5
-        rows = (root.mT @ J).flatten(0, 1)
+        f, classes = oracle.outputs(model, x), isinstance(self.likelihood, lw.Categorical)
+        fisher = oracle.softmax_fisher(f) if classes else oracle.gaussian_fisher(f, self.likelihood.noise_variance)
+        return jacobian(model, x, blocks), fisher, jacobian(model, self.test.double(), blocks)
+
+    def diagonal(self, delta: float) -> Tensor:
+        """Returns the variances (8, C) of the diagonal of the GGN, in float64."""
+        J, fisher, wanted = self.parts()
+        return (wanted.square() / (oracle.ggn(J, fisher).diagonal() + delta)).sum(-1)
+
+    def dense(self, delta: float) -> Tensor:
+        """Returns the full Laplace variances (8, C) in float64, through a QR factor of all rows and the prior's."""
+        J, fisher, wanted = self.parts()
+        values, vectors = torch.linalg.eigh(fisher)
+        rows = ((vectors * values.clamp_min(0).sqrt()[:, None]).mT @ J).flatten(0, 1)
         stacked = torch.cat([rows, delta**0.5 * torch.eye(rows.shape[1]).double()])
         triangle = torch.linalg.qr(stacked, mode="r")[1]  # RᵀR = G + δI, of half the digits' condition
-        wanted = jacobian(model, self.test.double(), blocks)
         solved = torch.linalg.solve_triangular(triangle.T, wanted.flatten(0, 1).T, upper=False)
         return solved.square().sum(0).reshape(wanted.shape[:2])
 
@@ -134,17 +138,6 @@ AT_EDGES = {
 PRIORS = (1e-12, 1e-6, 1.0, 1e6, 1e12)
 
 
-def diagonal_oracle(problem: Problem, delta: float) -> Tensor:
-    """Returns the variances (8, C) of the diagonal of the GGN, in float64."""
-    model, x = copy.deepcopy(problem.model).double(), problem.x.double()
-    blocks = lw.fit(model, [(x[:5], problem.y[:5])], lw.Diagonal(), params=problem.params).tangent.blocks
-    J, f = jacobian(model, x, blocks), oracle.outputs(model, x)
-    classes = isinstance(problem.likelihood, lw.Categorical)
-    fisher = oracle.softmax_fisher(f) if classes else oracle.gaussian_fisher(f, problem.likelihood.noise_variance)
-    precision = oracle.ggn(J, fisher).diagonal() + delta
-    return (jacobian(model, problem.test.double(), blocks).square() / precision).sum(-1)
-
-
 def at_edge(name: str, edge: str, kind: str, params: str, delta: float, caplog: pytest.LogCaptureFixture) -> str:
     """Returns what becomes of variances at an edge: "right", "warned", "refused" or, otherwise, the ratios."""
     problem, method = Problem(1.0, *KINDS[kind], PARAMS[params]), AT_EDGES[name]
@@ -160,7 +153,7 @@ def at_edge(name: str, edge: str, kind: str, params: str, delta: float, caplog: 
     if name in ("kfac", "ekfac"):
         wanted = problem.variance(method, delta, double=True)
     else:
-        wanted = diagonal_oracle(problem, delta) if name == "diagonal" else problem.dense(delta)
+        wanted = problem.diagonal(delta) if name == "diagonal" else problem.dense(delta)
     low, high = ratios(found, wanted)
     return "right" if 0.95 < low <= high < 1.05 else "warned" if warned else f"{low:.3g} to {high:.3g}"
 

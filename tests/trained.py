@@ -1,4 +1,4 @@
-"""Training of the small networks of tests."""
+"""Small networks of tests, and their training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,33 @@ import torch
 from torch import Tensor, nn
 
 
-def train(model: nn.Module, loss: Callable[[], Tensor], steps: int = 150, rate: float = 0.02) -> nn.Module:
+def small_network(width: int = 6, outputs: int = 3) -> nn.Sequential:
+    """Returns a network of four inputs, which has the same weights at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).eval()
+
+
+def overconfident(
+    inputs: int, outputs: int, samples: int, slope: float, factor: float, answers: bool = False
+) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Returns a network whose logits have a factor, inputs, and labels or answers by its logits times a slope."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double().eval()
+    x = torch.randn(samples, inputs, dtype=torch.float64)
+    with torch.no_grad():
+        logits = slope * model(x)
+        y = logits.sigmoid().bernoulli() > 0 if answers else torch.distributions.Categorical(logits=logits).sample()
+        model[2].weight.mul_(factor)
+        model[2].bias.mul_(factor)
+    return model, x, y
+
+
+def train(
+    model: nn.Module, loss: Callable[[], Tensor], steps: int = 150, rate: float = 0.02, decay: float = 0.0
+) -> nn.Module:
     """Takes steps of Adam down a loss; returns the network in eval mode."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
     for _ in range(steps):
         optimiser.zero_grad()
         loss().backward()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from papers.common.cifar import normalised
 from papers.common.data import Images, Part, arrays, images, random_rows, rows_and_targets, standardised
 from papers.common.networks import cifar_resnet20, mlp, mnist_cnn
 from papers.common.training import Recipe, kept, seeded, train
@@ -161,8 +162,7 @@ def foreign_images(name: str) -> Tensor:
         return read("fashion_mnist" if name == "mnist" else "mnist").x_test[:FOREIGN]
     noise = torch.rand(FOREIGN // 2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     grey = F.interpolate(read("fashion_mnist").x_test[: FOREIGN // 2], size=(32, 32), mode="bilinear")
-    centre, scale = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    return (torch.cat([noise, grey.expand(-1, 3, -1, -1)]) - centre) / scale
+    return normalised(torch.cat([noise, grey.expand(-1, 3, -1, -1)]))
 
 
 def picture(name: str, rows: int, regularised: bool = False) -> Cell:
@@ -177,10 +177,7 @@ def picture(name: str, rows: int, regularised: bool = False) -> Cell:
             [rows - validation_rows(rows), validation_rows(rows)]
         )
         test = random_rows(source.x_test, TESTED, seed)
-        return Data(
-            (source.x_train[train], source.y_train[train]), (source.x_train[val], source.y_train[val]),
-            (source.x_test[test], source.y_test[test]), foreign_images(name),
-        )  # fmt: skip
+        return Data(source.train(train), source.train(val), source.test(test), foreign_images(name))
 
     def fit(model: nn.Module, part: Part, seed: int) -> object:
         wrapped = nn.Sequential(Moved(name != "mnist"), model) if regularised else model
@@ -198,10 +195,7 @@ def checkpoint(name: str, label: str, network: Callable[[], nn.Module], size: in
         source = read(name)
         shown = random_rows(source.x_train, 2000, seed)
         val, test = random_rows(source.x_test, 300 + TESTED, seed).split([300, TESTED])
-        return Data(
-            (source.x_train[shown], source.y_train[shown]), (source.x_test[val], source.y_test[val]),
-            (source.x_test[test], source.y_test[test]), foreign_images(name), size,
-        )  # fmt: skip
+        return Data(source.train(shown), source.test(val), source.test(test), foreign_images(name), size)
 
     return Cell(f"{name}-{label}", "images, checkpoints", data, lambda _: network())
 

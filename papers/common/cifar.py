@@ -31,12 +31,8 @@ class Cifar:
         """Reads the data; `shown` of the training images, in the order of the seed."""
         data = images("cifar10")
         picked = random_rows(data.x_train, shown, seed)
-        return cls(
-            cifar_resnet20(),
-            batched(data.x_train[picked], data.y_train[picked]),
-            batched(data.x_test[:2000], data.y_test[:2000]),
-            batched(data.x_test[2000 : 2000 + reported], data.y_test[2000 : 2000 + reported]),
-        )
+        parts = data.train(picked), data.test(slice(2000)), data.test(slice(2000, 2000 + reported))
+        return cls(cifar_resnet20(), *(batched(*part) for part in parts))
 
 
 @dataclass(frozen=True)

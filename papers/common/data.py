@@ -46,6 +46,14 @@ class Images:
     x_test: Tensor
     y_test: Tensor
 
+    def train(self, rows: Tensor | slice) -> Part:
+        """Returns some of the training images and their labels."""
+        return self.x_train[rows], self.y_train[rows]
+
+    def test(self, rows: Tensor | slice) -> Part:
+        """Returns some of the test images and their labels."""
+        return self.x_test[rows], self.y_test[rows]
+
 
 def available(*names: str) -> bool:
     """Tells whether LAPWING_DATA is set and its folder holds these files, such as "mnist.npz"."""
@@ -183,14 +191,10 @@ def pictures(name: str, seed: int, tested: int = 10_000) -> Pictures:
     """
     data = images(name)
     order = random_rows(data.x_train, len(data.x_train), seed)
-    train, val = order[5000:], order[:2000]
     other = images("fashion_mnist" if name == "mnist" else "mnist")
-    return Pictures(
-        batched(data.x_train[train], data.y_train[train]),
-        batched(data.x_train[val], data.y_train[val]),
-        batched(data.x_test[:tested], data.y_test[:tested]),
-        other.x_test[:tested],
-    )
+    parts = data.train(order[5000:]), data.train(order[:2000]), data.test(slice(tested))
+    train, val, test = (batched(*part) for part in parts)
+    return Pictures(train, val, test, other.x_test[:tested])
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ with "columns" and "rows", and the averages of "runs" are computed when a file i
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,12 @@ class Rows:
         self.made.setdefault(run, {})[row] = {**record(seeds), "commit": self.commit, "seconds": round(seconds, 1)}
         print(f"{run} {row}: {seconds:.0f} s {short(new)}", flush=True)
         write(self.experiment, self.all(), self.made)
+
+    def filled(self, add: Callable[..., None], *values: Iterable[Any]) -> dict[str, Any]:
+        """Returns `all()` after `add(rows, a, b)` for every a and b of two lists of values; there may be any number."""
+        for chosen in itertools.product(*values):
+            add(self, *chosen)
+        return self.all()
 
     def all(self) -> dict[str, Any]:
         """Returns facts, rows, and means with standard errors over runs that differ in the seed alone."""

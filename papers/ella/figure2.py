@@ -120,8 +120,7 @@ def setup(seed: int, shown: int) -> tuple[nn.Module, Batches, Tensor]:
     """Returns the network, some training images in batches, and 256 others."""
     data = images("mnist")
     picked = random_rows(data.x_train, shown + 256, seed)
-    train, val = picked[:shown], picked[shown:]
-    return mnist_cnn(), batched(data.x_train[train], data.y_train[train]), data.x_train[val]
+    return mnist_cnn(), batched(*data.train(picked[:shown])), data.x_train[picked[shown:]]
 
 
 def _rows(tangent: Tangent, x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def corrupted(severity: int, images: int) -> Tensor:
 def reported_images() -> tuple[Tensor, Tensor]:
     """Returns the reported test images and their labels; the first 2 000 of the test images validate."""
     data = read_images("cifar10")
-    return data.x_test[2000:], data.y_test[2000:]
+    return data.test(slice(2000, None))
 
 
 def corrupted_features(setup: Callable[[], LastLayer], severity: int, images: int) -> Tensor:

@@ -35,7 +35,7 @@ def measures(task: Callable[[], ImageRows], count: int) -> dict[str, Any]:
     """Returns the measures at the test images X of `table2`, with the first images of its random order."""
     found = task()
     picked = random_rows(found.data.x_train, count, found.seed)
-    some = replace(found.task, train=batched(found.data.x_train[picked], found.data.y_train[picked]), swag=None)
+    some = replace(found.task, train=batched(*found.data.train(picked)), swag=None)
     return compare_subspaces(some, {"test": (found.x, found.y)}, RANKS, 1.0, found.seed, WAYS)["test"]
 
 

@@ -28,14 +28,12 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     return {"tasks": {"ResNet-20": averaged(runs)}}
 
 
-def resnet_task(seed: int, shown: int = 500, test: int = 50) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
+def resnet_task(seed: int) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
     """Returns the trained network with random training images, and random test images as X."""
     data, generator = images("cifar10"), torch.Generator().manual_seed(seed)
     picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
-    picked, chosen = picked[:shown], chosen[:test]
-    train = batched(data.x_train[picked], data.y_train[picked])
-    task = Task(cifar_resnet20(), train, 50_000, lw.Categorical())
-    return task, {"test": (data.x_test[chosen], data.y_test[chosen])}
+    task = Task(cifar_resnet20(), batched(*data.train(picked[:500])), 50_000, lw.Categorical())
+    return task, {"test": data.test(chosen[:50])}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -92,16 +92,15 @@ class ImageRows:
             model = PublishedCNN().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model = kept(model, f"{name}_twice_{seed}", lambda: fit(model, data, name, seed))
         some = random_rows(data.x_train, 256 * 100, seed)
-        swag = swag_from(model, batched(data.x_train[some], data.y_train[some], 256), F.cross_entropy, 0.01, 20)
+        swag = swag_from(model, batched(*data.train(some), 256), F.cross_entropy, 0.01, 20)
         picked, order = random_rows(data.x_train, SHOWN, seed), random_rows(data.x_test, TESTED + VALIDATING, seed)
-        shown = batched(data.x_train[picked], data.y_train[picked])
+        shown = batched(*data.train(picked))
         self.data, self.task = data, Task(model, shown, len(data.x_train), lw.Categorical(), swag)
-        self.x, self.y = data.x_test[order[:TESTED]], data.y_test[order[:TESTED]]
-        chosen = order[TESTED:]
-        self.validation = batched(data.x_test[chosen], data.y_test[chosen])
+        (self.x, self.y), chosen = data.test(order[:TESTED]), order[TESTED:]
+        self.validation = batched(*data.test(chosen))
         other = torch.ones(len(data.x_test), dtype=torch.bool)
         other[chosen] = False
-        self.rest = data.x_test[other], data.y_test[other]
+        self.rest = data.test(other)
 
     def network(self) -> dict[str, float]:
         """Returns the temperature, the accuracy, and the NLL with and without it, at X and at 9 000 test images."""

@@ -37,10 +37,7 @@ CENTRE, SCALE = 0.1307, 0.3081
 
 TABLE = Recipe(F.mse_loss, 4000, decay=1e-4, batch=64)
 
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "equation 11": {"weight": 1.0, "rate": 0.1},
-    "λ follows": {"rate": 0.2},
-}
+OBJECTIVES: dict[str, dict[str, Any]] = {"equation 11": {"weight": 1.0, "rate": 0.1}, "λ follows": {"rate": 0.2}}
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,7 @@ ANGLES = tuple(range(0, 181, 10))
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """Returns accuracy and NLPD by angle, for every posterior and way."""
-    rows = Rows(__file__, {"angles": ANGLES, "images": 500})
-    for seed in seeds:
-        _add(rows, seed)
-    return rows.all()
+    return Rows(__file__, {"angles": ANGLES, "images": 500}).filled(_add, seeds)
 
 
 def _add(rows: Rows, seed: int) -> None:

@@ -44,7 +44,7 @@ def network(name: str, seed: int) -> tuple[nn.Module, Batches, int, torch.Tensor
     else:
         model = cifar_resnet20() if name.startswith("ResNet") else mnist_cnn()
     size = 50_000 if name.startswith("ResNet") else len(data.x_train)
-    return model, batched(data.x_train[picked], data.y_train[picked]), size, data.x_test[tested]
+    return model, batched(*data.train(picked)), size, data.x_test[tested]
 
 
 def nearness(name: str, delta: float, seed: int) -> dict[str, Any]:

@@ -20,10 +20,7 @@ VALUES: dict[str, Way] = {
 
 def run(seeds: Sequence[int] = range(5), tested: int = 1000) -> dict[str, Any]:
     """Returns scores by what is kept of the values' covariance."""
-    rows = Rows(__file__, {"tested": tested})
-    for seed in seeds:
-        _add(rows, seed, tested)
-    return rows.all()
+    return Rows(__file__, {"tested": tested}).filled(_add, seeds, [tested])
 
 
 def _add(rows: Rows, seed: int, tested: int) -> None:

@@ -51,14 +51,10 @@ PUBLISHED: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {
 
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = ("mnist", "fashion_mnist")) -> dict[str, Any]:
     """Returns accuracy, NLPD, ECE, and entropies of the other data set's images, for every posterior and way."""
-    rows = Rows(__file__, {"bins": BINS, "tested": 5000})
-    for seed in seeds:
-        for name in names:
-            _add(rows, name, seed)
-    return rows.all()
+    return Rows(__file__, {"bins": BINS, "tested": 5000}).filled(_add, seeds, names)
 
 
-def _add(rows: Rows, name: str, seed: int) -> None:
+def _add(rows: Rows, seed: int, name: str) -> None:
     run, task = f"{name}, seed {seed}", once(lambda: MLPTask.load(name, seed))
     rows.add(run, "network", lambda: task().network())
     posteriors: dict[str, tuple[lw.Method, Tuning, tuple[str, ...]]] = {

@@ -81,10 +81,8 @@ def fashion_mnist(seed: int) -> Task:
     """
     data = images("fashion_mnist")
     order = random_rows(data.x_train, 7000, seed)
-    train, val = order[2000:], order[:2000]
-    seen, held_out = ((data.x_train[rows], data.y_train[rows]) for rows in (train, val))
-    foreign = images("mnist").x_test
-    return Task("fashion_mnist", seen, held_out, (data.x_test, data.y_test), foreign, vit, Recipe(40))
+    parts = data.train(order[2000:]), data.train(order[:2000]), (data.x_test, data.y_test)
+    return Task("fashion_mnist", *parts, images("mnist").x_test, vit, Recipe(40))
 
 
 def cifar10(seed: int) -> Task:
@@ -94,9 +92,8 @@ def cifar10(seed: int) -> Task:
     """
     del seed
     data = images("cifar10")
-    val, test = ((data.x_test[part], data.y_test[part]) for part in (slice(2000), slice(2000, None)))
-    build = lambda: vit(32, 8, channels=3)  # noqa: E731
-    return Task("cifar10", (data.x_train, data.y_train), val, test, fashion_as_cifar(2000), build, Recipe(20))
+    parts = (data.x_train, data.y_train), data.test(slice(2000)), data.test(slice(2000, None))
+    return Task("cifar10", *parts, fashion_as_cifar(2000), lambda: vit(32, 8, channels=3), Recipe(20))
 
 
 def sst2(seed: int) -> Task:

@@ -128,12 +128,7 @@ def _trained(training: Training, name: str, seed: int) -> nn.Module:
     return kept(model, f"together_{name}_{seed}", lambda: training.recipe.train(model, training.data, seed))
 
 
-TABLES = {
-    "energy": "uci_energy",
-    "concrete": "uci_concrete",
-    "kin40k": "kin40k",
-    "California": "california_housing",
-}
+TABLES = {"energy": "uci_energy", "concrete": "uci_concrete", "kin40k": "kin40k", "California": "california_housing"}
 """Name -> file. Of the two larger tables 6 250 rows, split 80/10/10 like the others."""
 
 ROWS = 6250

@@ -47,14 +47,10 @@ FARTHEST_TRIP = 100.0
 
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = ()) -> dict[str, Any]:
     """Returns scores of every method on every table."""
-    rows = Rows(__file__, {"levels": LEVELS.tolist(), "units": TABLES})
-    for seed in seeds:
-        for name in names or TABLES:
-            _add(rows, name, seed)
-    return rows.all()
+    return Rows(__file__, {"levels": LEVELS.tolist(), "units": TABLES}).filled(_add, seeds, names or TABLES)
 
 
-def _add(rows: Rows, name: str, seed: int) -> None:
+def _add(rows: Rows, seed: int, name: str) -> None:
     run, task = f"{name}, seed {seed}", once(lambda: TableTask.load(name, seed))
     rows.add(run, "network", lambda: task().network_scores())
     for label, chosen in METHODS.items():

@@ -40,13 +40,10 @@ def run(
 ) -> dict[str, Any]:
     """Returns scores of every method on both data sets."""
     rows = Rows(__file__, {"tested": tested, "rotated": ROTATED, "angles": ANGLES})
-    for seed in seeds:
-        for name in names:
-            _add(rows, name, seed, tested)
-    return rows.all()
+    return rows.filled(_add, seeds, names, [tested])
 
 
-def _add(rows: Rows, name: str, seed: int, tested: int) -> None:
+def _add(rows: Rows, seed: int, name: str, tested: int) -> None:
     run, task = f"{name}, seed {seed}", once(lambda: ImageTask.load(name, seed, tested))
     rows.add(run, "network", lambda: {"softmax": task().network_scores()})
     for label, chosen in METHODS.items():

@@ -25,9 +25,7 @@ from papers.valla.figure5 import LINKS, latents
 def run(seeds: Sequence[int] = range(5), shown: int = 200, reported: int = 1000, each: int = 8) -> dict[str, Any]:
     """Returns scores of every method; curvatures are of `shown` images, 200 of the first 2 000 test images validate."""
     rows = Rows(__file__, {"images": shown, "reported": reported, "corrupted of a kind": each})
-    for seed in seeds:
-        _add(rows, seed, shown, reported, each)
-    return rows.all()
+    return rows.filled(_add, seeds, [shown], [reported], [each])
 
 
 def _add(rows: Rows, seed: int, shown: int, reported: int, each: int) -> None:

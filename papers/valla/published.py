@@ -31,18 +31,14 @@ HELD_OUT = 1000
 
 def run(seeds: Sequence[int] = range(5), names: Sequence[str] = tuple(TABLES)) -> dict[str, Any]:
     """Returns scores of the published fit and of the rows to beat."""
-    rows = Rows(__file__, {"steps": STEPS, "rate": RATE, "held out": HELD_OUT})
-    for seed in seeds:
-        for name in names:
-            _add_table(rows, name, seed)
-    return rows.all()
+    return Rows(__file__, {"steps": STEPS, "rate": RATE, "held out": HELD_OUT}).filled(_add_table, seeds, names)
 
 
 PRIOR_ALONE = lw.VaLLA(1, lw.NaturalGradient(steps=1))
 """One inducing point and one batch: next to no data, so the variance is `‖J(x)‖²/δ`."""
 
 
-def _add_table(rows: Rows, name: str, seed: int) -> None:
+def _add_table(rows: Rows, seed: int, name: str) -> None:
     run, task = f"{name}, seed {seed}", once(lambda: TableRows(TableTask.load(name, seed), seed))
     rows.add(run, "network", lambda: task().network(task().task.data.train))
     rows.add(run, "one noise variance", lambda: task().network(task().held_out))
@@ -53,12 +49,7 @@ def _add_table(rows: Rows, name: str, seed: int) -> None:
 
 
 def published_fit(
-    val: Batches,
-    link: Any = None,
-    steps: int = STEPS,
-    points: int = 100,
-    start: float | None = 1.0,
-    rate: float = RATE,
+    val: Batches, link: Any = None, steps: int = STEPS, points: int = 100, start: float | None = 1.0, rate: float = RATE
 ) -> lw.VaLLA:
     """Returns VaLLA by the α-divergence at α = 1, which ends at the first rise of the validation NLL.
 

@@ -25,6 +25,7 @@ from lapwing.covariance.terms import (
 from lapwing.covariance.terms import concatenate as join_terms
 from lapwing.jacobian.jacobian import reflect_
 from lapwing.network.positions import Places
+from tests.refused import refused
 
 F64 = torch.float64
 
@@ -149,8 +150,7 @@ def test_marginals_have_no_covariance() -> None:
     latent = Latent(normal(4, 3), (MarginalTerm(normal(4, 3), normal(4, 3)),))
     assert (latent.variance >= 0).all()  # rounding below zero is cut off
     for read in (lambda: latent.covariance, lambda: latent.sample(2)):
-        with pytest.raises(lw.LapwingError, match=r"has only variances\. Use a link in closed form"):
-            read()
+        refused(read, "has only variances. Use a link in closed form")
 
 
 def test_scales_are_all_that_the_default_probit_link_reads() -> None:
@@ -160,8 +160,7 @@ def test_scales_are_all_that_the_default_probit_link_reads() -> None:
     for factor in (1.0, 0.3):
         close(lw.Probit().log_probs(latent.scaled(factor)), lw.Probit().log_probs(own.scaled(factor)))
     for read in (lambda: latent.variance, lambda: latent.covariance):
-        with pytest.raises(lw.LapwingError, match=r"one mean variance for each input\. Use"):
-            read()
+        refused(read, "one mean variance for each input. Use")
 
 
 def test_latents_are_scaled_and_widened_alike() -> None:

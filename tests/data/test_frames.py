@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,7 +214,7 @@ def shuffled(x: Any) -> Any:
     return x[list(reversed(x.columns))]
 
 
-def test_columns_of_a_frame_are_found_by_name(tmp_path: Path) -> None:
+def test_columns_of_a_frame_are_found_by_name(reloaded: Any) -> None:
     pd = pytest.importorskip("pandas")
     generator = np.random.default_rng(0)
     x, y = pd.DataFrame(generator.normal(size=(40, 3)), columns=["a", "b", "c"]), generator.normal(size=(40, 1))
@@ -223,8 +222,7 @@ def test_columns_of_a_frame_are_found_by_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
     posterior = lw.fit(model, (x, y), lw.Full(), prior_precision=1.0)
     variance = posterior.latent(x).variance
-    posterior.save(tmp_path / "posterior.safetensors")
-    loaded = lw.load(tmp_path / "posterior.safetensors", model)
+    loaded = reloaded(posterior, model)
     for one in (posterior, loaded, posterior.with_prior(1.0), pickle.loads(pickle.dumps(posterior))):
         for other in (shuffled(x), [shuffled(x)], [(shuffled(x[:7]), y[:7]), (shuffled(x[7:]), y[7:])]):
             torch.testing.assert_close(one.latent(other).variance, variance)

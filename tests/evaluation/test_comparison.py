@@ -14,17 +14,15 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.evaluation import metrics
+from tests.trained import overconfident
 
 
 @pytest.fixture(scope="module")
 def classes() -> tuple[nn.Module, lw.Posterior, Tensor, Tensor]:
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
-        x = torch.randn(120, 4, dtype=torch.float64)
-        with torch.no_grad():
-            y = torch.distributions.Categorical(logits=2 * model(x)).sample()
-            model[2].weight.mul_(20)  # far too sure, whatever a version of torch draws
+        model, x, y = overconfident(
+            4, 3, 120, slope=2.0, factor=20.0
+        )  # far too sure, whatever a version of torch draws
         return model, lw.fit(model, (x[:60], y[:60]), lw.KFAC(), prior_precision=1.0), x[60:], y[60:]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def test_the_penalty_is_the_dense_quadratic_form(name: str, method: str) -> None
 
 
 @pytest.mark.parametrize("method", ["primal", "dual", "diagonal"])
-def test_the_precision_is_the_former_one_and_the_new_curvature(method: str, tmp_path: Path) -> None:
+def test_the_precision_is_the_former_one_and_the_new_curvature(method: str, reloaded: Any) -> None:
     """Against dense sums of both Fisher matrices, each at the weights of its time, with an uneven last batch."""
     case = ZOO["mlp"]
     model, x, y = case.build(), case.inputs(9, 0), case.targets(9, 0)
@@ -102,8 +101,7 @@ def test_the_precision_is_the_former_one_and_the_new_curvature(method: str, tmp_
     eye = torch.eye(len(dense), dtype=dense.dtype)
     close(continued.covariance.to_dense(), torch.linalg.inv(dense + 2 * eye), 1e-8)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
-    continued.save(tmp_path / "p.safetensors")
-    loaded = lw.load(tmp_path / "p.safetensors", other)
+    loaded = reloaded(continued, other)
     close(loaded.latent(x).covariance, continued.latent(x).covariance, 1e-12)
     for one in (continued, loaded):
         assert one.diagnose().log_evidence is None

@@ -16,14 +16,11 @@ from lapwing.fitting.mean_field.fine_tuning import divergence, drawn_outputs, pe
 from lapwing.tangent import Tangent
 from tests import oracle
 from tests.conformance import EVERY, Setup, close, sampled_from
+from tests.fitting.test_swag import NETWORKS
 from tests.network.test_untouched import untouched
 from tests.zoo import ZOO
 from tests.zoo_modules import Net
 
-NETWORKS = (
-    "mlp", "cnn_bn_inplace", "grouped_strided_conv", "prelu", "transposed_conv", "gpt2", "tied", "shared_module",
-    "frozen_trunk", "weight_norm", "compiled", "lstm", "bilinear", "squeezed",
-)  # fmt: skip
 SHORT = lw.MeanField(steps=4, initial_std=0.05)
 
 
@@ -312,12 +309,11 @@ def test_variances_of_several_groups_are_exact():
     assert all(torch.allclose(twice[name], 2 * value) for name, value in found.items())
 
 
-def test_given_variances(tmp_path):
+def test_given_variances(reloaded):
     model, batches, test = loader_of("mlp")
     variances = {"0.weight": torch.rand(model[0].weight.shape).double(), "2.bias": torch.zeros_like(model[2].bias)}
     posterior = lw.MeanField.from_variances(model, variances, batches)
     found = flat_variances(posterior)
     assert set(found) == set(variances)
     assert all(torch.equal(found[name], value) for name, value in variances.items())
-    posterior.save(tmp_path / "p.safetensors")
-    close(lw.load(tmp_path / "p.safetensors", model).latent(test).variance, posterior.latent(test).variance)
+    close(reloaded(posterior, model).latent(test).variance, posterior.latent(test).variance)

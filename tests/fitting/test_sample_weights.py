@@ -133,7 +133,7 @@ def test_fractions_against_the_dense_ggn():
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", [lw.Full(), lw.Diagonal(), lw.KFAC(), lw.KFAC(weight_sharing="reduce")], ids=repr)
 @pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_further_data_with_weights(name, method, tmp_path):
+def test_further_data_with_weights(name, method, reloaded):
     """Weights in the first part, in the second or in both; an update and a former posterior, from a file too."""
     problem = setup(name)
     first, second = slice(0, 4), slice(4, 9)
@@ -145,8 +145,7 @@ def test_further_data_with_weights(name, method, tmp_path):
         ]
         wanted = problem.fit(method, loader=repeated(problem, weights))
         former = problem.fit(method, loader=loaders[0], sample_weights=weighs[0])
-        former.save(tmp_path / "former.safetensors")
-        for posterior in (former, lw.load(tmp_path / "former.safetensors", problem.model)):
+        for posterior in (former, reloaded(former, problem.model)):
             check_same(posterior.update(loaders[1], sample_weights=weighs[1]), wanted, problem.test)
         after = lw.fit(problem.model, loaders[1], prior=former, sample_weights=weighs[1])
         close(after.latent(problem.test).covariance, wanted.latent(problem.test).covariance, 1e-7)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lapwing as lw
+from tests.trained import train
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -139,12 +140,8 @@ def noisy(outputs: int = 1) -> lw.Posterior:
     torch.manual_seed(0)
     x = torch.randn(400, 2).double()
     y = x @ torch.ones(2, outputs).double() + (1.5 * x[:, :1]).exp() * torch.randn(400, outputs).double()
-    network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double().eval()
-    optimiser = torch.optim.Adam(network.parameters(), 0.02)
-    for _ in range(100):
-        optimiser.zero_grad()
-        (network(x) - y).square().mean().backward()
-        optimiser.step()
+    network = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+    train(network, lambda: (network(x) - y).square().mean(), 100)
     likelihood = lw.Gaussian(noise="input", tails=None)
     return lw.fit(network, (x, y), lw.KFAC(), likelihood=likelihood, tune=lw.BoundedEvidence())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,11 +107,10 @@ def test_rows_equal_jacrev(times: int) -> None:
 @pytest.mark.parametrize(
     "method", [lw.KFAC(), lw.Diagonal(), lw.MeanField(steps=3)], ids=lambda method: str(method)[:4]
 )
-def test_a_posterior_is_saved_and_loaded(method: lw.Method, times: int, tmp_path: Path) -> None:
+def test_a_posterior_is_saved_and_loaded(method: lw.Method, times: int, reloaded: Any) -> None:
     model, x, y = network(times)
     posterior = lw.fit(model, [(x, y)], method, prior_precision=1.0)
-    posterior.save(tmp_path / "posterior")
-    loaded = lw.load(tmp_path / "posterior", posterior.model)
+    loaded = reloaded(posterior)
     torch.testing.assert_close(loaded.latent(x).covariance, posterior.latent(x).covariance)
 
 

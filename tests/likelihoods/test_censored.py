@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,14 +130,13 @@ def test_the_data_decide_on_an_open_noise(held_out: bool, df: float | None) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes_methods_and_files(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_other_dtypes_methods_and_files(dtype: torch.dtype, reloaded: Any) -> None:
     model = network(dtype)
     for method in (lw.KFAC(), lw.Diagonal(), lw.ELLA(rank=5), lw.VaLLA(5)):
         data = [(X.to(dtype), KNOWN.to(dtype))]
         posterior = lw.fit(model, data, method, likelihood=lw.Censored(df=5.0), prior_precision=1.0)
         assert torch.isfinite(posterior.predict(X.to(dtype)).log_prob(KNOWN)).all()
-    posterior.save(tmp_path / "posterior.safetensors")
-    again = lw.load(tmp_path / "posterior.safetensors", model)
+    again = reloaded(posterior, model)
     assert again.likelihood == posterior.likelihood
     assert torch.equal(again.predict(X.to(dtype)).log_prob(KNOWN), posterior.predict(X.to(dtype)).log_prob(KNOWN))
 

@@ -60,11 +60,10 @@ def test_the_curvature_and_the_evidence_are_the_dense_ones(name: str) -> None:
 
 @pytest.mark.quick(9)
 @EVERY
-def test_files_ways_comparisons_and_deployments(name: str, tmp_path: Any) -> None:
+def test_files_ways_comparisons_and_deployments(name: str, reloaded: Any) -> None:
     likelihood, y = FITS[name]
     posterior, model, x = fit(name, lw.KFAC(), 1.0)
-    posterior.save(tmp_path / "it.safetensors")
-    again = lw.load(tmp_path / "it.safetensors", model)
+    again = reloaded(posterior, model)
     assert again.likelihood == likelihood == posterior.likelihood
     for via in WAYS:
         prediction = posterior.predict(x, via=via)

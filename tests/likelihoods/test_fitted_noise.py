@@ -357,10 +357,9 @@ def almost_equal(found: Tensor, wanted: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_saved_posterior_predicts_the_same(name, tmp_path):
+def test_a_saved_posterior_predicts_the_same(name, reloaded):
     posterior = fitted(**KEPT[name])
-    posterior.save(tmp_path / "posterior.safetensors")
-    loaded = lw.load(tmp_path / "posterior.safetensors", posterior.model)
+    loaded = reloaded(posterior)
     wanted = posterior.predict(FAR)
     y = FAR.new_zeros(wanted.mean.shape)
     for copied in (loaded, copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
@@ -474,7 +473,7 @@ def test_held_out_data_scale_the_noise_of_a_mixture():
     assert score(ratio) > max(score(0.8 * ratio), score(1.25 * ratio))
 
 
-def test_a_network_on_a_gpu_has_the_same_noise(tmp_path):
+def test_a_network_on_a_gpu_has_the_same_noise(reloaded):
     options: dict[str, Any] = {"method": lw.KFAC(), "likelihood": lw.StudentT(noise="input")}
     wanted = lw.fit(network(), (X, Y), validation=HELD_OUT, **options)
     expected = wanted.update((X[:20], Y[:20]), tune=lw.Validation(HELD_OUT)).predict(FAR)
@@ -482,8 +481,7 @@ def test_a_network_on_a_gpu_has_the_same_noise(tmp_path):
         model, held_out, x = device.module(copy.deepcopy(network())), device.put(HELD_OUT), device.put(FAR)
         posterior = lw.fit(model, device.put((X, Y)), validation=held_out, **options)
         assert posterior.likelihood.input_noise.weights.device.type == "cuda"
-        posterior.save(tmp_path / "posterior.safetensors")
-        for one in (posterior, lw.load(tmp_path / "posterior.safetensors", model)):
+        for one in (posterior, reloaded(posterior, model)):
             prediction = one.predict(x)
             torch.testing.assert_close(prediction.aleatoric_variance.cpu(), wanted.predict(FAR).aleatoric_variance)
             assert prediction.log_prob(device.put(FAR[:, :1])).device.type == "cuda"
@@ -577,10 +575,9 @@ def test_parts_of_a_prediction_of_heads_have_the_same_noise():
     assert "by the inputs of layer 2" in str(posterior)
 
 
-def test_heads_are_saved_and_updated(tmp_path):
+def test_heads_are_saved_and_updated(reloaded):
     posterior, x = of_heads(), FAR
-    posterior.save(tmp_path / "heads.safetensors")
-    again = lw.load(tmp_path / "heads.safetensors", heads(), likelihood=joint())
+    again = reloaded(posterior, heads(), likelihood=joint())
     updated = posterior.update(targets(100, 4))
     for other in (again, copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior)), updated):
         for key in ("pair", "one"):

@@ -131,7 +131,7 @@ def test_held_out_data_calibrate_each_head_as_a_fit_of_its_own():
     )
 
 
-def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(tmp_path):
+def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(reloaded):
     model, y = overconfident()
     joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
     tune = lw.Validation((HELD_OUT, y), decades=(-1.0, 3.0), points=5, tolerance=0)
@@ -144,8 +144,7 @@ def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(tmp_path
     assert chosen.likelihood.head_numbers == {
         key: pytest.approx(numbers) for key, numbers in best.likelihood.head_numbers.items()
     }
-    chosen.save(tmp_path / "joint.safetensors")
-    again = lw.load(tmp_path / "joint.safetensors", model, likelihood=joint)
+    again = reloaded(chosen, model, likelihood=joint)
     assert again.likelihood.head_numbers == chosen.likelihood.head_numbers
     more = again.update((X, Y), tune=tune)  # the noise is chosen again, and T stays
     assert more.likelihood.likelihoods["kind"] == chosen.likelihood.likelihoods["kind"]

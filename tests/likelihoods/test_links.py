@@ -216,12 +216,11 @@ def test_classes_that_cannot_be_change_no_probability(excluded, value, moves, he
     assert prediction.log_prob(labels).isfinite().all()
 
 
-def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(tmp_path):
+def test_classes_that_cannot_be_in_files_comparisons_and_other_shapes(reloaded):
     model, x = torch.nn.Linear(4, 3).eval(), torch.randn(20, 4)
     forward = of_three_classes(5, -math.inf)
     posterior = lw.fit(model, (x, torch.arange(20) % 3 // 2 * 7), lw.KFAC(), forward=forward)
-    posterior.save(tmp_path / "posterior.safetensors")
-    loaded = lw.load(tmp_path / "posterior.safetensors", model, forward=forward)
+    loaded = reloaded(posterior, model, forward=forward)
     assert torch.equal(loaded.predict(x).probs, posterior.predict(x).probs)
     assert lw.compare({"one": posterior}, (x, torch.zeros(20, dtype=torch.long)))["network"]["NLL"] > 0
     sigmoids = lw.fit(model, (x, torch.zeros(20, 8, dtype=torch.bool)), lw.KFAC(), forward=forward)

@@ -151,11 +151,10 @@ def test_all_targets_but_classes_follow_the_rule_of_regressions_which_is_printed
     assert "the default" not in repr(lw.fit(model, data, lw.Diagonal(), likelihood=likelihood, prior_precision=1.0))
 
 
-def test_a_file_keeps_the_rule_and_older_files_have_none(tmp_path):
+def test_a_file_keeps_the_rule_and_older_files_have_none(reloaded):
     model, loader, _ = trained()
     posterior = lw.fit(model, loader)
-    posterior.save(tmp_path / "it.safetensors")
-    assert repr(lw.load(tmp_path / "it.safetensors", model)) == repr(posterior)
+    assert repr(reloaded(posterior, model)) == repr(posterior)
     assert MethodInfo.from_json({"name": "Full", "text": "Full()"}).rule is None
 
 

@@ -26,9 +26,7 @@ from tests.conformance import (
     setup,
     subspace_covariance,
 )
-from tests.conformance import (
-    subspace as span_of,
-)
+from tests.conformance import subspace as span_of
 from tests.conformance_factors import ekfac_curvature, kfac_curvature, kronecker_factors
 from tests.network.test_untouched import untouched
 from tests.quick import others_slow
@@ -36,6 +34,12 @@ from tests.zoo import ZOO
 from tests.zoo_modules import Net
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # on a pretended device
+
+
+def dense(fitted: lw.Posterior) -> Tensor:
+    """Returns Σ (P, P) on the CPU."""
+    return fitted.covariance.to_dense().cpu()
+
 
 FEW = ("mlp", "grouped_strided_conv", "prelu", "tied")  # T = 1; T > 1 and groups; generic; two uses of one weight
 LAST = (
@@ -74,14 +78,14 @@ class MethodConformance:
         assert [b.name for b in fitted.tangent.blocks] == [b.name for b in problem.blocks]
         delta = oracle.precision_vector(delta, len(problem.theta))
         wanted = self.sigma(problem, factor * problem.G, delta, fitted)
-        close(fitted.covariance.to_dense().cpu(), wanted, self.tolerance)
+        close(dense(fitted), wanted, self.tolerance)
         return fitted
 
     @pytest.mark.parametrize("name", others_slow(ZOO, FEW))
     def test_covariance_and_latent(self, name):
         problem = setup(name)
         fitted = self.check(problem)
-        sigma = fitted.covariance.to_dense().cpu()
+        sigma = dense(fitted)
         assert psd(sigma)
         latent = fitted.latent(problem.test)
         close(latent.mean, oracle.outputs(problem.model, problem.test))
@@ -94,7 +98,7 @@ class MethodConformance:
         problem = setup(name, last_layer=True)
         fitted = self.check(problem)
         assert len(fitted.tangent.blocks) == (2 if name == "tied" else 1)  # its weight is the embedding's too
-        wanted = oracle.output_covariance(problem.J_test, fitted.covariance.to_dense().cpu())
+        wanted = oracle.output_covariance(problem.J_test, dense(fitted))
         close(fitted.latent(problem.test).covariance, wanted, 1e-8)
 
     @pytest.mark.parametrize("name", others_slow(FEW, ("grouped_strided_conv", "tied")))
@@ -106,7 +110,7 @@ class MethodConformance:
         shuffled = cut(oracle.take(problem.x, order), problem.y[order], (self.samples - 5, 4, 1))
         monkeypatch.setattr(lw.tangent.Tangent, "chunk_length", lambda *args, **kwargs: 2)
         other = problem.fit(self.method, loader=shuffled)
-        close(other.covariance.to_dense().cpu(), whole.covariance.to_dense().cpu())
+        close(dense(other), dense(whole))
         close(other.latent(problem.test).covariance, whole.latent(problem.test).covariance)
 
     @pytest.mark.parametrize("name", ["deep_linear", "cnn_bn_inplace"])
@@ -142,12 +146,8 @@ class MethodConformance:
             assert moved.prior_precision == delta
             size = len(problem.theta)
             wanted = self.sigma(problem, problem.G, oracle.precision_vector(delta, size), fitted)
-            close(moved.covariance.to_dense().cpu(), wanted, self.tolerance)
-        close(
-            fitted.covariance.to_dense().cpu(),
-            self.sigma(problem, problem.G, torch.ones(size).double(), fitted),
-            self.tolerance,
-        )
+            close(dense(moved), wanted, self.tolerance)
+        close(dense(fitted), self.sigma(problem, problem.G, torch.ones(size).double(), fitted), self.tolerance)
 
     def test_unfrozen_parameters_alone(self):
         problem = Setup(ZOO["frozen_trunk"], lw.everything)
@@ -163,25 +163,22 @@ class MethodConformance:
         problem = setup("cnn_bn_inplace")
         untouched(problem.model, lambda: problem.fit(self.method).latent(problem.test))
 
-    def test_save_and_load(self, tmp_path):
+    def test_save_and_load(self, reloaded):
         problem = setup("grouped_strided_conv")
         fitted = problem.fit(self.method, prior_precision=None)
-        fitted.save(tmp_path / "p.safetensors")
-        again = lw.load(tmp_path / "p.safetensors", problem.model)
-        close(again.covariance.to_dense().cpu(), fitted.covariance.to_dense().cpu(), 1e-12)
+        again = reloaded(fitted, problem.model)
+        close(dense(again), dense(fitted), 1e-12)
         assert again.log_marginal_likelihood() == pytest.approx(fitted.log_marginal_likelihood(), rel=1e-12)
         close(again.latent(problem.test).covariance, fitted.latent(problem.test).covariance, 1e-12)
-        close(
-            again.with_prior(3.0).covariance.to_dense().cpu(), fitted.with_prior(3.0).covariance.to_dense().cpu(), 1e-10
-        )
+        close(dense(again.with_prior(3.0)), dense(fitted.with_prior(3.0)), 1e-10)
 
     def test_many_outputs_sample_the_fisher(self, monkeypatch):
         """One Monte-Carlo column an input: a fit is one draw, repeatable by its seed, and right in expectation."""
         problem = setup("mlp")
         monkeypatch.setattr(problem_module, "EXACT_FISHER_OUTPUTS", 2)
-        first, again = (problem.fit(self.method, seed=3).covariance.to_dense().cpu() for _ in range(2))
+        first, again = (dense(problem.fit(self.method, seed=3)) for _ in range(2))
         assert torch.equal(first, again)
-        assert not torch.allclose(first, problem.fit(self.method, seed=4).covariance.to_dense().cpu(), rtol=1e-3)
+        assert not torch.allclose(first, dense(problem.fit(self.method, seed=4)), rtol=1e-3)
         assert psd(first)
         fitted = problem.fit(self.method, seed=3)
         wanted = oracle.output_covariance(problem.J_test, first)
@@ -290,10 +287,7 @@ class TestEllaOfEveryRow(OnFewNetworks, EllaConformance):
 
     def test_order_of_picks_does_not_matter(self):
         problem = setup("mlp")
-        close(
-            problem.fit(self.method, seed=5).covariance.to_dense().cpu(),
-            problem.fit(self.method).covariance.to_dense().cpu(),
-        )
+        close(dense(problem.fit(self.method, seed=5)), dense(problem.fit(self.method)))
 
 
 # --- Kronecker factors -----------------------------------------------------------------------------------------------
@@ -333,7 +327,7 @@ class KroneckerConformance(MethodConformance):
         """Gaussian noise and no activations: the GGN blocks are Kronecker products, for N > 1."""
         problem = setup("deep_linear")
         wanted = oracle.laplace_covariance(problem.block_diagonal(problem.G), 2.0)
-        close(problem.fit(self.method).covariance.to_dense().cpu(), wanted)
+        close(dense(problem.fit(self.method)), wanted)
 
     @pytest.mark.parametrize("name", ["mlp_scalar", "mlp_relu_inplace", "swapped_order", "custom_parameter"])
     def test_one_sample_is_exact(self, name):
@@ -408,7 +402,7 @@ def test_kfac_of_fewer_samples_than_inputs(samples, params, monkeypatch):
     shorter, plain = [], Outer.rotate_inputs
     monkeypatch.setattr(Outer, "rotate_inputs", lambda *arguments: shorter.append(plain(*arguments)) or shorter[-1])
     rows = fitted.tangent.record(inputs).rows()
-    wanted = oracle.output_covariance(rows, fitted.covariance.to_dense().cpu())
+    wanted = oracle.output_covariance(rows, dense(fitted))
     latent = fitted.latent(inputs)
     assert bool(shorter) == (samples < 10)
     close(latent.covariance, wanted)

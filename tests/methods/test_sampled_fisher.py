@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,11 +69,10 @@ def test_its_error_falls_with_the_root_of_the_number_of_samples() -> None:
     assert error(1) / error(16) == pytest.approx(4, rel=0.3)
 
 
-def test_one_backward_pass_per_sample_in_fits_updates_and_plans(no_exact_root: None, tmp_path: Path) -> None:
+def test_one_backward_pass_per_sample_in_fits_updates_and_plans(no_exact_root: None, reloaded: Any) -> None:
     model, x, y = network()
     posterior = fit(model, (x[:8], y[:8]))
-    posterior.save(tmp_path / "p.safetensors")
-    loaded = lw.load(tmp_path / "p.safetensors", model)
+    loaded = reloaded(posterior, model)
     assert str(loaded.method) == str(SAMPLED)
     for former in (posterior, loaded):
         assert former.update([(x[8:], y[8:])]).samples == 12

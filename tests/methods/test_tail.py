@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,13 @@ def without_tails(monkeypatch):
     monkeypatch.setattr(tracing, "ENTRYWISE", frozenset())
 
 
+def by_both(monkeypatch, read):
+    """Returns what a function gives with the shortcut for tails, and then without it."""
+    found = read()
+    without_tails(monkeypatch)
+    return found, read()
+
+
 def data(maps=False, tokens=False):
     torch.manual_seed(1)
     shape = (2, 3, 4) if maps else (4, 3) if tokens else (3,)
@@ -90,7 +99,7 @@ def test_other_steps_are_no_tail(step):
 
 @pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3), "poisson"], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_posterior_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch):
+def test_a_posterior_is_the_same_as_without_the_shortcut_and_keeps_its_tail(method, likelihood, monkeypatch, reloaded):
     model, (x, y) = Tailed(TAILS["softcap"]), data()
     loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
 
@@ -98,12 +107,11 @@ def test_a_posterior_is_the_same_as_without_the_shortcut(method, likelihood, mon
         posterior = lw.fit(
             model, loader, METHODS[method], params=lw.last_layer, likelihood=likelihood, prior_precision=0.5
         )
-        assert posterior.tangent.treats_output_alone == bool(tracing.ENTRYWISE)
-        return posterior, posterior.latent(x, via=lw.Linearized())
+        loaded = reloaded(posterior)
+        assert posterior.tangent.treats_output_alone == loaded.tangent.plan.tail == bool(tracing.ENTRYWISE)
+        return posterior, loaded.latent(x, via=lw.Linearized())
 
-    posterior, latent = fitted()
-    without_tails(monkeypatch)
-    other, wanted = fitted()
+    (posterior, latent), (other, wanted) = by_both(monkeypatch, fitted)
     tolerance = 1e-6 if method == "sampled" else 1e-9  # conjugate gradients stop at a residual
     close(latent.covariance, wanted.covariance, tolerance)
     close(latent.centred_variance, wanted.centred_variance, tolerance)
@@ -116,10 +124,8 @@ def test_a_posterior_is_the_same_as_without_the_shortcut(method, likelihood, mon
 def test_tunings_read_the_slopes(method, tuned, monkeypatch):
     model, (x, y) = Tailed(TAILS["temperatures"]), data()
     options = {"tune": lw.Evidence()} if tuned == "evidence" else {"validation": (x, y)}
-    fit = lambda: lw.fit(model, batches(x, y), METHODS[method], params=lw.last_layer, **options)  # noqa: E731
-    mine = fit()
-    without_tails(monkeypatch)
-    other = fit()
+    fit = partial(lw.fit, model, batches(x, y), METHODS[method], params=lw.last_layer, **options)
+    mine, other = by_both(monkeypatch, fit)
     assert mine.prior_precision == pytest.approx(other.prior_precision, rel=1e-6)
     close(mine.predict(x).probs, other.predict(x).probs, 1e-6)
 
@@ -149,18 +155,7 @@ def test_gradients_of_inputs_pass_through_the_slopes(monkeypatch):
         leaf = x.clone().requires_grad_()
         return torch.autograd.grad(posterior.latent(leaf).variance.sum(), leaf)[0]
 
-    found = gradient()
-    without_tails(monkeypatch)
-    close(found, gradient())
-
-
-def test_a_saved_posterior_keeps_its_tail(tmp_path):
-    model, (x, y) = Tailed(TAILS["softcap"]), data()
-    posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)
-    posterior.save(tmp_path / "posterior.pt")
-    loaded = lw.load(tmp_path / "posterior.pt", model)
-    assert loaded.tangent.plan.tail
-    close(loaded.predict(x).probs, posterior.predict(x).probs)
+    close(*by_both(monkeypatch, gradient))
 
 
 def test_a_thousand_classes_behind_a_temperature_need_one_pass():
@@ -193,21 +188,16 @@ class Learned(Tailed):
 def test_tails_that_read_parameters_and_inputs(kind, tokens, monkeypatch):
     model, (x, y) = Learned(kind), data(tokens=tokens)
     params = lw.matching("head.*") if kind == "of the input" else lw.last_layer
-    fit = lambda: lw.fit(model, batches(x, y), lw.Diagonal(), params=params, prior_precision=0.5)  # noqa: E731
-    posterior = fit()
-    assert posterior.tangent.plan.tail
-    assert posterior.tangent.treats_output_alone
 
     def spread():
+        posterior = lw.fit(model, batches(x, y), lw.Diagonal(), params=params, prior_precision=0.5)
+        assert posterior.tangent.plan.tail == posterior.tangent.treats_output_alone == bool(tracing.ENTRYWISE)
         leaf = x.clone().requires_grad_()
         variance = posterior.latent(leaf, via=lw.Linearized()).variance
         return variance.detach(), torch.autograd.grad(variance.sum(), leaf)[0]
 
-    found = spread()
-    without_tails(monkeypatch)
-    posterior = fit()
-    for one, wanted in zip(found, spread(), strict=True):
-        close(one, wanted)
+    for found, wanted in zip(*by_both(monkeypatch, spread), strict=True):
+        close(found, wanted)
 
 
 def test_a_temperature_without_dimensions_among_all_weights_has_draws():
@@ -255,7 +245,7 @@ def test_rows_of_joined_heads_are_those_of_the_dense_jacobian(kind, params):
 
 @pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3)], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch, tmp_path):
+def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch, reloaded):
     model, (x, y) = Heads("mean"), data()
     loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
     fit = lambda: lw.fit(  # noqa: E731
@@ -263,8 +253,7 @@ def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, li
     )
     posterior = fit()
     assert posterior.tangent.treats_output_alone
-    posterior.save(tmp_path / "posterior")
-    latents = [each.latent(x, via=lw.Linearized()) for each in (posterior, lw.load(tmp_path / "posterior", model))]
+    latents = [each.latent(x, via=lw.Linearized()) for each in (posterior, reloaded(posterior, model))]
     without_tails(monkeypatch)
     wanted = fit().latent(x, via=lw.Linearized())
     for latent in latents:
@@ -294,12 +283,10 @@ def test_masks_that_a_tail_adds_later_exclude_classes(far, monkeypatch):
 
     model, (x, y) = Masked(TAILS["temperature"]), data()
     fit = lambda: lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5)  # noqa: E731
-    posterior = fit()
     masked = torch.cat([x[:2], x[:3] + 100])
-    found = posterior.predict(masked).probs
+    found, wanted = by_both(monkeypatch, lambda: fit().predict(masked).probs)
     assert (found[2:, [2, 4]] == 0).all()
-    without_tails(monkeypatch)
-    close(found, fit().predict(masked).probs)
+    close(found, wanted)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -390,12 +377,11 @@ def test_a_tail_of_other_networks(case, monkeypatch):
     else:
         model.head, model.tail = nn.Linear(6, 1).double(), lambda h: 2 * h.squeeze(-1) + 1
         y, options = x[:, 0], {"likelihood": lw.Gaussian(0.3)}
-    fit = lambda: lw.fit(  # noqa: E731
-        model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5, **options
-    )
-    posterior = fit()
-    assert posterior.tangent.plan.tail
-    found = posterior.latent(x, via=lw.Linearized()).variance
-    without_tails(monkeypatch)
-    wanted = fit().latent(x, via=lw.Linearized()).variance
+
+    def variance():
+        posterior = lw.fit(model, batches(x, y), lw.KFAC(), params=lw.last_layer, prior_precision=0.5, **options)
+        assert posterior.tangent.plan.tail == bool(tracing.ENTRYWISE)
+        return posterior.latent(x, via=lw.Linearized()).variance
+
+    found, wanted = by_both(monkeypatch, variance)
     close(found.double(), wanted.double(), 1e-2 if case == "bfloat16" else 1e-9)

@@ -8,22 +8,11 @@ from scipy.optimize import minimize_scalar
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
+from tests.trained import overconfident
 
 
 def data(outputs=3):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)).double().eval()
-    x = torch.randn(100, 4, dtype=torch.float64)
-    with torch.no_grad():
-        logits = 2 * model(x)
-        y = (
-            logits.sigmoid().bernoulli().bool()
-            if outputs < 3
-            else torch.distributions.Categorical(logits=logits).sample()
-        )
-        model[2].weight.mul_(8)
-        model[2].bias.mul_(8)
-    return model, x, y
+    return overconfident(4, outputs, 100, slope=2.0, factor=8.0, answers=outputs < 3)
 
 
 def loss(likelihood, logits, y):
@@ -46,7 +35,7 @@ def test_the_temperature_is_scipys(outputs):
     assert loss(scaled.likelihood, logits / scaled.logit_temperature, y) == pytest.approx(best.fun, abs=1e-5)
 
 
-def test_a_temperature_is_a_posterior(tmp_path):
+def test_a_temperature_is_a_posterior(reloaded):
     """Classes are the network's; files, draws and a comparison need no special case."""
     model, x, y = data()
     scaled = lw.fit(model, [(x, y)], lw.TemperatureScaling())
@@ -57,8 +46,7 @@ def test_a_temperature_is_a_posterior(tmp_path):
     torch.testing.assert_close(prediction.probs, (logits / scaled.logit_temperature).softmax(1))
     assert not prediction.latent.variance.any()
     torch.testing.assert_close(scaled.predict(x, via=lw.MonteCarlo(2)).probs, prediction.probs)
-    scaled.save(tmp_path / "scaled.safetensors")
-    assert torch.equal(lw.load(tmp_path / "scaled.safetensors", model).predict(x).probs, prediction.probs)
+    assert torch.equal(reloaded(scaled, model).predict(x).probs, prediction.probs)
     table = lw.compare({"temperature": scaled, "KFAC": lw.fit(model, [(x, y)])}, [(x, y)], repeats=1)
     assert table["temperature"]["accuracy"] == table["network"]["accuracy"]
     assert table["temperature"]["NLL"] < table["network"]["NLL"]

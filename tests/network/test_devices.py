@@ -9,23 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lapwing as lw
 from lapwing.data import batches
 from lapwing.evaluation import sensitivity
 from tests.pretended_device import Device
+from tests.trained import small_network as network
 
 CUDA = Device("cuda")
 X, Y, REAL = torch.randn(8, 4), torch.arange(8) % 3, torch.randn(8, 1)
 HERE = [(X[:5], Y[:5]), (X[5:], Y[5:])]
 AWAY, THERE = CUDA.put(X), CUDA.put(HERE)
-
-
-def network(outputs: int = 3) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).eval()
 
 
 @pytest.fixture
@@ -106,7 +101,7 @@ def test_a_default_device_changes_nothing(method: lw.Method) -> None:
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(("likelihood", "y"), [("gaussian", REAL), ("bernoulli", (REAL > 0).float())])
 def test_targets_of_every_likelihood_elsewhere(likelihood: str, y: Tensor) -> None:
-    posterior = lw.fit(network(1), [(AWAY, CUDA.put(y))], likelihood=likelihood)
+    posterior = lw.fit(network(outputs=1), [(AWAY, CUDA.put(y))], likelihood=likelihood)
     prediction = posterior.predict(AWAY)
     torch.testing.assert_close(prediction.log_prob(CUDA.put(y)), prediction.log_prob(y))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +107,7 @@ def test_a_complex_weight_counts_as_pairs_of_real_numbers(way: str, positions: b
     torch.testing.assert_close(*found, rtol=1e-10, atol=0)
 
 
-def test_complex_weights_go_in_and_out_as_complex_numbers(tmp_path: Path) -> None:
+def test_complex_weights_go_in_and_out_as_complex_numbers(reloaded: Any) -> None:
     model, pairs = Spectral(False).eval(), Spectral(True).eval()
     x, posteriors, penalties = torch.randn(8, 6, dtype=torch.float64), [], []
     for network in (model, pairs):
@@ -125,8 +124,7 @@ def test_complex_weights_go_in_and_out_as_complex_numbers(tmp_path: Path) -> Non
     assert draws[0].is_complex()
     torch.testing.assert_close(torch.view_as_real(draws[0]), draws[1])
     torch.testing.assert_close(torch.view_as_real(penalties[0]), penalties[1])
-    posteriors[0].save(tmp_path / "p")
-    torch.testing.assert_close(lw.load(tmp_path / "p", model).latent(x).variance, posteriors[1].latent(x).variance)
+    torch.testing.assert_close(reloaded(posteriors[0], model).latent(x).variance, posteriors[1].latent(x).variance)
 
 
 def test_swag_moves_complex_weights() -> None:

@@ -263,11 +263,8 @@ def test_a_look_takes_two_backward_passes_a_digit(
 ) -> None:
     taken = []
     ours = lw.network.sample_axis.output_gradients
-    monkeypatch.setattr(
-        lw.network.sample_axis,
-        "output_gradients",
-        lambda f, noted, u, *a, **k: taken.append(u) or ours(f, noted, u, *a, **k),
-    )
+    noting = lambda f, noted, u, *a, **k: taken.append(u) or ours(f, noted, u, *a, **k)  # noqa: E731
+    monkeypatch.setattr(lw.network.sample_axis, "output_gradients", noting)
     model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype).eval(), torch.randn(samples, 4)
     Tangent.survey(model, x[:2].to(dtype), EVERY).record(x.to(dtype))
     assert sum(u.shape[-1] for u in taken) == passes
@@ -282,15 +279,14 @@ def cast(net: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", [None, lw.KFAC()], ids=str)
-def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, tmp_path: Any) -> None:
+def test_weights_cast_and_looked_at_are_no_other_use(method: lw.Method | None, reloaded: Any) -> None:
     model, x = Net(cast, a=nn.Linear(4, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)).double().eval(), normal(8, 4)
     loader = [(x[:5], torch.arange(5) % 3), (x[5:], torch.arange(3))]
     posterior = lw.fit(model, loader, *([method] if method else []), prior_precision=1.0)
     tangent = posterior.tangent
     if method:
         torch.testing.assert_close(tangent.record(x).rows(), truth(model, tangent, x))
-    posterior.save(tmp_path / "p.st")
-    again = lw.load(tmp_path / "p.st", model)
+    again = reloaded(posterior, model)
     torch.testing.assert_close(again.latent(x).variance, posterior.latent(x).variance)
     assert again.tangent.plan == tangent.plan
 

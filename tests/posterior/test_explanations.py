@@ -71,7 +71,7 @@ def test_a_temperature_and_noise_ratios_count_as_in_the_fit() -> None:
     close(cold.value(x, test), wide.value(x, test))
 
 
-def test_influence_takes_the_sample_weights_of_the_fit(tmp_path: Any) -> None:
+def test_influence_takes_the_sample_weights_of_the_fit(reloaded: Any) -> None:
     """A row of weight w is removed with its weight, so the weighted optimum without it is the reference."""
     (x, y), test = data(), torch.randn(5, 3, dtype=F64)
     w = 2 * torch.rand(len(x), generator=torch.Generator().manual_seed(0), dtype=F64)
@@ -85,8 +85,7 @@ def test_influence_takes_the_sample_weights_of_the_fit(tmp_path: Any) -> None:
     close(posterior.influence([(x[:9], y[:9], w[:9]), (x[9:], y[9:], w[9:])], test), again)
     assert not posterior.influence((x, y, w), test)[..., 3].any()
     assert 3 not in posterior.explain(test, [(x, y, w)]).rows
-    posterior.save(tmp_path / "weighted.safetensors")
-    loaded = lw.load(tmp_path / "weighted.safetensors", model)
+    loaded = reloaded(posterior, model)
     for one in (posterior, loaded, posterior.update((x, y))):
         with pytest.raises(lw.LapwingError, match="no sample weights.*targets, weights"):
             one.influence((x, y), test)

@@ -16,6 +16,7 @@ from lapwing.covariance import COVARIANCES, Covariance, LayerBlock, register_cov
 from lapwing.covariance.terms import FactoredTerm, Term
 from lapwing.tangent import Record, Tangent, TensorSpec, Vectors
 from tests.refused import refused
+from tests.trained import small_network
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
@@ -61,10 +62,7 @@ class SameEverywhere(Covariance):
 
 @pytest.fixture
 def posterior() -> lw.Posterior:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval()
-    fitted = lw.fit(model, [(X, Y)], lw.Diagonal(), prior_precision=1.0)
+    fitted = lw.fit(small_network(), [(X, Y)], lw.Diagonal(), prior_precision=1.0)
     return replace(fitted, covariance=SameEverywhere(fitted.tangent, torch.tensor(0.3)))
 
 
@@ -78,10 +76,9 @@ def names() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("names")
-def test_a_registered_class_is_saved_and_loaded(posterior: lw.Posterior, tmp_path: Path) -> None:
+def test_a_registered_class_is_saved_and_loaded(posterior: lw.Posterior, reloaded: Any) -> None:
     assert register_covariance(SameEverywhere) is SameEverywhere
-    posterior.save(tmp_path / "p")
-    again = lw.load(tmp_path / "p", posterior.model)
+    again = reloaded(posterior)
     assert type(again.covariance) is SameEverywhere
     assert again.prior_precision is None
     torch.testing.assert_close(again.latent(X).covariance, posterior.latent(X).covariance)
@@ -111,12 +108,11 @@ def test_a_name_belongs_to_one_class() -> None:
     assert COVARIANCES["Blockwise"] is not taken
 
 
-def test_kronecker_files_keep_factors_and_count(tmp_path: Path) -> None:
+def test_kronecker_files_keep_factors_and_count(reloaded: Any) -> None:
     """`A = U diag(α) Uᵀ` is the sum over inputs itself, so that data can be added to it."""
     model = nn.Sequential(nn.Linear(4, 3)).double().eval()
     fitted = lw.fit(model, [(X.double(), Y)], lw.EKFAC(), prior_precision=1.0)
-    fitted.save(tmp_path / "p")
-    factors = lw.load(tmp_path / "p", model).covariance.structures["0"]
+    factors = reloaded(fitted, model).covariance.structures["0"]
     inputs = torch.cat([X.double(), torch.ones(8, 1)], 1)
     basis = factors.inputs[0]
     torch.testing.assert_close(basis * factors.input_eigenvalues[0] @ basis.T, inputs.T @ inputs)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lapwing as lw
+from tests.trained import train
 
 
 @pytest.mark.parametrize("way", [None, lw.MonteCarlo(draws=8), lw.Streamlined()])
@@ -17,12 +18,8 @@ def test_noise_by_the_inputs_of_a_layer_is_predicted_in_inference_mode(way: lw.W
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        for _ in range(300):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    posterior = lw.fit(model.eval(), (x, y), lw.KFAC(), likelihood=lw.Gaussian(noise="input"), validation=(x + 0.01, y))
+        train(model, lambda: nn.functional.mse_loss(model(x), y), 300, 1e-2)
+    posterior = lw.fit(model, (x, y), lw.KFAC(), likelihood=lw.Gaussian(noise="input"), validation=(x + 0.01, y))
     assert posterior.likelihood.input_noise is not None
     wanted = posterior.predict(x[:5], via=way).std
     with torch.inference_mode():

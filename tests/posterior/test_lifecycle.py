@@ -101,13 +101,12 @@ def test_round_trip_of_every_option(key: str, tmp_path: Path) -> None:
     assert (tmp_path / "again").read_bytes() == (tmp_path / "p").read_bytes()
 
 
-def test_round_trip_in_low_precision(tmp_path: Path) -> None:
+def test_round_trip_in_low_precision(reloaded: Any) -> None:
     model, x, y, _ = data("mlp")
     for dtype in (torch.float32, torch.bfloat16):
         cast = copy.deepcopy(model).to(dtype)
         posterior = lw.fit(cast, [(x.to(dtype), y)], lw.KFAC())
-        posterior.save(tmp_path / "p")
-        identical(lw.load(tmp_path / "p", cast), posterior, x.to(dtype), y)
+        identical(reloaded(posterior, cast), posterior, x.to(dtype), y)
         assert posterior.latent(x.to(dtype)).covariance.dtype == torch.float32
 
 
@@ -297,15 +296,14 @@ class Self(lw.Method):
         return FitResult(covariance, 3 * problem.precision, 0.5, {"steps": ends})
 
 
-def test_a_method_that_chooses_prior_and_noise_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_method_that_chooses_prior_and_noise_itself(reloaded: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, x, _, _ = data("mlp")
     y = torch.randn(len(x), 3, dtype=x.dtype)
     posterior = lw.fit(model, halves(x, y), Self())
     assert (posterior.prior_precision, posterior.noise_variance, posterior.samples) == (3.0, 0.5, 8)
     assert posterior.history["steps"].tolist() == [3.0]
     assert not caplog.records
-    posterior.save(tmp_path / "posterior.safetensors")
-    loaded = lw.load(tmp_path / "posterior.safetensors", model)
+    loaded = reloaded(posterior, model)
     assert (loaded.prior_precision, loaded.noise_variance) == (3.0, 0.5)
     assert loaded.history["steps"].tolist() == [3.0]
     lw.fit(model, halves(x, y), Self(), tune=lw.Evidence())
@@ -350,7 +348,7 @@ def test_a_method_without_passes_still_gets_the_likelihood() -> None:
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> None:
+def test_unused_parameters_keep_the_prior(method: lw.Method, reloaded: Any) -> None:
     _, x, y, _ = data("mlp")
     idle = {"spare": nn.Linear(5, 5), "scale": nn.Parameter(torch.full((2,), 3.0))}
     used = lambda net, x: net.head(torch.tanh(net.body(x)))  # noqa: E731
@@ -368,8 +366,7 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, tmp_path: Path) -> 
         torch.testing.assert_close(variances, torch.full_like(variances, 0.25))
     drawn = posterior.sample(2)
     assert drawn["spare.weight"].shape == (2, 5, 5)
-    posterior.save(tmp_path / "p")
-    identical(lw.load(tmp_path / "p", model), posterior, x, y)
+    identical(reloaded(posterior, model), posterior, x, y)
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def same(posterior: lw.Posterior, expected: lw.Posterior, x: Any) -> None:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("method", ADDING)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "tied"])
-def test_an_update_equals_one_fit_to_both_parts(name: str, method: str, tmp_path: Path) -> None:
+def test_an_update_equals_one_fit_to_both_parts(name: str, method: str, reloaded: Any) -> None:
     model, first, second, x = parts(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     expected = lw.fit(model, first + second, ADDING[method], prior_precision=2.0)
@@ -48,8 +47,7 @@ def test_an_update_equals_one_fit_to_both_parts(name: str, method: str, tmp_path
     unchanged = posterior.latent(x).covariance
     same(posterior.update(second), expected, x)
     same(posterior.update(second[:1]).update(second[1:]), expected, x)
-    posterior.save(tmp_path / "p.safetensors")
-    same(lw.load(tmp_path / "p.safetensors", model).update(second), expected, x)
+    same(reloaded(posterior, model).update(second), expected, x)
     assert torch.equal(posterior.latent(x).covariance, unchanged)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -108,11 +106,10 @@ class Halved(lw.Method):
         return Blockwise(covariance.blocks, halves, problem.precision, problem.scale.of_curvature)
 
 
-def test_a_method_of_a_user_is_refused_unless_it_declares_plain_sums(tmp_path: Path) -> None:
+def test_a_method_of_a_user_is_refused_unless_it_declares_plain_sums(reloaded: Any) -> None:
     model, first, second, _ = parts("mlp")
     posterior = lw.fit(model, first, Halved(), prior_precision=1.0)
-    posterior.save(tmp_path / "p.safetensors")
-    for one in (posterior, lw.load(tmp_path / "p.safetensors", model)):
+    for one in (posterior, reloaded(posterior, model)):
         with pytest.raises(lw.LapwingError, match="curvature of Halved is not a sum over data"):
             one.update(second)
 

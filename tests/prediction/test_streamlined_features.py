@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,12 +79,11 @@ def test_the_last_layer_uses_the_correlation_in_predictions_and_deployed(fitted:
 
 
 def test_a_fitted_way_belongs_to_its_posterior_which_may_come_from_a_file(
-    fitted: tuple[lw.Posterior, Tensor], tmp_path: Path
+    fitted: tuple[lw.Posterior, Tensor], reloaded: Any
 ) -> None:
     posterior, x = fitted
     way = lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized())
-    posterior.save(tmp_path / "posterior.safetensors")
-    loaded = lw.load(tmp_path / "posterior.safetensors", posterior.model)
+    loaded = reloaded(posterior)
     torch.testing.assert_close(loaded.latent(x, way).variance, posterior.latent(x, way).variance)
     other = posterior.with_prior(21.0)
     with pytest.raises(lw.LapwingError, match=r"another posterior of .* Write via=lw.scale_factor\(posterior, x"):

@@ -122,11 +122,10 @@ def test_early_stopping_compares_parts_by_the_way():
     assert drawn.samples in (20, 40, 80)
 
 
-def test_files_keep_the_way_and_the_link(tmp_path):
+def test_files_keep_the_way_and_the_link(reloaded):
     model, train, held_out, (x, _) = trained("categorical", 3)
     posterior = lw.fit(model, train, lw.KFAC(), tune=lw.Validation(held_out, via=DRAWS))
-    posterior.save(tmp_path / "drawn.safetensors")
-    again = lw.load(tmp_path / "drawn.safetensors", model)
+    again = reloaded(posterior, model)
     assert again.aim == posterior.aim
     torch.testing.assert_close(again.predict(x).probs, posterior.predict(x).probs)
     for aim in (Aim(), Aim(lw.Streamlined(), lw.Probit(scale="weighted")), Aim(lw.Linearized(outputs=[0, 2]))):

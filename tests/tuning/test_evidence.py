@@ -15,6 +15,7 @@ import lapwing as lw
 from tests import oracle
 from tests.conformance import NOISE, Setup, close, covering, cut, picked_rows, setup, subspace
 from tests.quick import others_slow
+from tests.trained import train
 
 SLOW = pytest.mark.slow
 METHODS = {
@@ -332,12 +333,8 @@ def test_an_evidence_far_above_the_residual_is_warned_of(caplog):
     x = torch.randn(200, 4)
     y = (x[:, :1] * x[:, 1:2]).sin() + x[:, 2:3]
     model = nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 1))
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(300):
-        optimiser.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimiser.step()
-    posterior = lw.fit(model.eval(), [(x, y)], lw.Diagonal(), tune=lw.Evidence())
+    train(model, lambda: (model(x) - y).square().mean(), 300, 1e-2)
+    posterior = lw.fit(model, [(x, y)], lw.Diagonal(), tune=lw.Evidence())
     assert posterior.noise_variance > 5 * (model(x) - y).square().mean()
     (record,) = caplog.records
     assert f"noise variance {posterior.noise_variance:.3g}" in record.getMessage()

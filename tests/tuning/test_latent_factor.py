@@ -86,10 +86,9 @@ def test_likelihoods_with_a_number_of_their_own_need_no_factor(likelihood):
     assert lw.fit(model, data[0], lw.KFAC(), likelihood=likelihood, validation=data[1]).temperature == 1
 
 
-def test_the_factor_stays_in_files_and_updates(tmp_path):
+def test_the_factor_stays_in_files_and_updates(reloaded):
     posterior, x = fitted(), counts(30, 3)[0]
-    posterior.save(tmp_path / "posterior.safetensors")
-    loaded = lw.load(tmp_path / "posterior.safetensors", posterior.model)
+    loaded = reloaded(posterior)
     torch.testing.assert_close(loaded.predict(x).mean, posterior.predict(x).mean, rtol=1e-12, atol=0)
     further = posterior.update(counts(100, 5))
     assert further.temperature == posterior.temperature

@@ -432,12 +432,8 @@ def test_held_out_rows_are_told_from_training_rows(outputs):
     x, shift = 2 * torch.rand(200, 4) - 1, torch.arange(outputs)
     y = (2 * x[:, :1] + shift).sin() + x[:, 1:2] * (x[:, 2:3] + 0.3 * shift) + 0.1 * torch.randn(200, outputs)
     model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, outputs))
-    optimiser = torch.optim.Adam(model.parameters(), 0.02, weight_decay=1e-4)
-    for _ in range(300):
-        optimiser.zero_grad()
-        (model(x[:100]) - y[:100]).square().mean().backward()
-        optimiser.step()
-    posterior = lw.fit(model.eval(), (x[:100], y[:100]), lw.Full())
+    train(model, lambda: (model(x[:100]) - y[:100]).square().mean(), 300, decay=1e-4)
+    posterior = lw.fit(model, (x[:100], y[:100]), lw.Full())
     for rows in (x[100:], x[100:116], x[116:180]):
         latent = posterior.latent(rows)
         assert torch.equal(_as_new(posterior, latent), latent.variance)

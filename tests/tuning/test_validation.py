@@ -18,6 +18,7 @@ from lapwing.tuning.held_out_choice import WIDER, best_of, widest_of_equals
 from tests.conformance import covering
 from tests.data.test_loaders import fresh, refilling
 from tests.quick import others_slow
+from tests.trained import overconfident
 from tests.zoo import ZOO
 
 METHODS = {
@@ -126,20 +127,9 @@ def test_no_uncertainty_of_the_weights_is_said_with_the_call_for_a_map(caplog):
     assert lw.fit(model, (x[:10], y[:10]), lw.KFAC()).predict(x).mutual_information().max() > 1e-4
 
 
-def overconfident(scale=4.0, outputs=3):
+def too_sure(scale=4.0, outputs=3):
     """A network whose logits are too large, its training data, and held-out data, in float64."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)).double().eval()
-    x = torch.randn(160, 2, dtype=torch.float64)
-    with torch.no_grad():
-        logits = 3 * model(x)
-        y = (
-            torch.distributions.Categorical(logits=logits).sample()
-            if outputs > 1
-            else torch.rand(160, 1) < logits.sigmoid()
-        )
-        model[2].weight.mul_(3 * scale)
-        model[2].bias.mul_(3 * scale)
+    model, x, y = overconfident(2, outputs, 160, slope=3.0, factor=3 * scale, answers=outputs == 1)
     return model, [(x[:60], y[:60])], [(x[60:120], y[60:120]), (x[120:], y[120:])]
 
 
@@ -150,7 +140,7 @@ def score(posterior, loader):
 @pytest.mark.parametrize("outputs", others_slow([3, 1], [3]))
 def test_prior_and_temperature_are_the_best_pair(outputs):
     """Against a brute-force grid of single predictions; the likelihood at T is the mean of the logits divided."""
-    model, loader, held_out = overconfident(outputs=outputs)
+    model, loader, held_out = too_sure(outputs=outputs)
     chosen = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=0.0))
     around = [chosen.with_prior(10**e) for e in (-1.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0)]
     grid = max(
@@ -168,15 +158,15 @@ def test_prior_and_temperature_are_the_best_pair(outputs):
 
 def test_logits_are_tempered_only_if_allowed():
     """Without `tempered` T stays 1; beside a given prior precision T is free, since no spread can make up for it."""
-    model, loader, held_out = overconfident(scale=0.3)
+    model, loader, held_out = too_sure(scale=0.3)
     tuning = lw.Validation(held_out)
     assert lw.fit(model, loader, lw.KFAC(), prior_precision=1e6, tune=tuning).logit_temperature < 0.6
-    model, loader, held_out = overconfident()
+    model, loader, held_out = too_sure()
     assert lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tempered=False)).logit_temperature == 1.0
 
 
 def test_the_widest_of_equally_good_spreads_is_chosen():
-    model, loader, held_out = overconfident()
+    model, loader, held_out = too_sure()
     best, wide = (lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out, tolerance=e)) for e in (0.0, 1.0))
     assert wide.prior_precision < best.prior_precision
     assert abs(score(best, held_out) - score(wide, held_out)) < WIDER + 2e-4
@@ -268,7 +258,7 @@ def test_held_out_targets_that_are_met_up_to_rounding(noise):
 
 def last_layers():
     """A network of which the last layer is treated, at T = 1 and with T chosen; and inputs."""
-    model, loader, held_out = overconfident()
+    model, loader, held_out = too_sure()
     fits = [lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, prior_precision=5.0, tune=tuning)
             for tuning in (None, lw.Validation(held_out))]  # fmt: skip
     return model, *fits, held_out
@@ -281,7 +271,7 @@ def check_way(plain, warm, x, via):
     assert tempered.confidence.mean() < plain.predict(x, via=via).confidence.mean() - 0.05
 
 
-def test_predictions_and_files_follow_the_temperature(tmp_path):
+def test_predictions_and_files_follow_the_temperature(reloaded):
     """Linearised, joint and drawn predictions and files; not the network alone in a comparison."""
     model, plain, warm, held_out = last_layers()
     x, _ = held_out[0]
@@ -293,8 +283,7 @@ def test_predictions_and_files_follow_the_temperature(tmp_path):
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
     joint = warm.likelihood.predict(warm.latent(x, joint=True))
     torch.testing.assert_close(joint.probs, warm.predict(x).probs)
-    warm.save(tmp_path / "warm.safetensors")
-    again = lw.load(tmp_path / "warm.safetensors", model)
+    again = reloaded(warm, model)
     assert again.logit_temperature == warm.logit_temperature
     torch.testing.assert_close(again.predict(x).probs, warm.predict(x).probs)
     alone = [lw.compare({"posterior": one}, held_out, repeats=1)["network"]["NLL"] for one in (plain, warm)]
@@ -416,7 +405,7 @@ def test_held_out_rows_show_the_noise_of_each_output(method, caplog):
 @pytest.mark.parametrize(
     ("method", "params"), [(None, None), (lw.KFAC(), lw.everything), (lw.KFAC(), None)], ids=["full", "kfac", "last"]
 )
-def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, params, shape, tmp_path):
+def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, params, shape, reloaded):
     std = torch.tensor([0.21, 0.23, 0.26, 0.31, 0.36, 0.4])  # flat outputs have ratios above 4 in the curvature too
     x = torch.randn(500, 3, dtype=torch.float64)
     flat = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 6)).double().eval()
@@ -439,9 +428,7 @@ def test_outputs_with_positions_have_the_noise_of_the_flattened_outputs(method, 
         lambda p: p.mean, lambda p: p.variance, lambda p: p.aleatoric_variance, lambda p: p.interval(0.9)[1],
     ):  # fmt: skip
         torch.testing.assert_close(read(steps).flatten(1), read(rows), rtol=1e-9, atol=1e-12)
-    path = tmp_path / "steps.safetensors"
-    posteriors[1].save(path)
-    again = lw.load(path, model).predict(x[400:])
+    again = reloaded(posteriors[1], model).predict(x[400:])
     torch.testing.assert_close(again.variance, steps.variance, rtol=1e-12, atol=0)
     for way in (lw.MonteCarlo(draws=20), lw.Linearized(draws=20)):
         drawn, targets = posteriors[1].predict(x[400:], via=way), whole[400:]
