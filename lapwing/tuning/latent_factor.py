@@ -86,7 +86,7 @@ def with_left_out_noise(posterior: Posterior, training: Training, samples: int) 
         return posterior
     parts = list(evenly_spaced_batches(training, samples, posterior))
     scores = _log_likelihoods(candidates, [left_out_outputs(posterior, parts)])
-    gains = scores - scores[0]
+    gains = torch.where(scores.isfinite().all(0), scores - scores[0], 0.0)  # rates beyond the range show nothing
     gains = gains.sum(1) - gains.topk(min(FEW_TARGETS, gains.shape[1])).values.clamp_min(0.0).sum(1)
     found = candidates[int(gains.argmax())]
     if gains.max() < SURELY_MORE:

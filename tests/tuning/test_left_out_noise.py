@@ -102,3 +102,12 @@ def test_an_update_and_a_file_keep_the_dispersion(tmp_path):
     assert posterior.update(counts(50, 7)).likelihood.alpha == posterior.likelihood.alpha
     posterior.save(tmp_path / "counts.safetensors")
     assert lw.load(tmp_path / "counts.safetensors", model).likelihood.alpha == posterior.likelihood.alpha
+
+
+def test_a_far_row_does_not_decide():
+    x, y = counts(150, 8)
+    model = network(x, y, 200)
+    alpha = lw.fit(model, (x, y), likelihood="poisson").likelihood.alpha
+    far = torch.cat([x, 1e6 * x[:1]]), torch.cat([y, y[:1]])
+    found = lw.fit(model, far, likelihood="poisson").likelihood.alpha
+    assert alpha / 2 < found < 2 * alpha
