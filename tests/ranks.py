@@ -78,6 +78,7 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
         "method": lw.KFAC(), "likelihood": lw.StudentT(noise="input"), "validation": held_out}),
     "noise of training residuals": (1, lambda held_out: {
         "likelihood": lw.Gaussian(noise="input"), "tune": lw.BoundedEvidence(samples=4)}),
+    "counts": (1, lambda held_out: {"method": lw.KFAC(), "likelihood": lw.Poisson()}),
     "noise and prefixes": (1, lambda held_out: {
         "method": lw.ELLA(5, 20), "likelihood": lw.Gaussian(noise="input"),
         "tune": lw.EarlyStopping(held_out, prefixes=3)}),
@@ -100,6 +101,8 @@ def fitted(name: str, size: int, join: Callable[[list[Batches]], Batches]) -> di
     every = training(outputs, size)
     if chosen.get("sample_weights"):
         every = [[(x, y, 0.5 + (x[:, 0] > 0)) for x, y in part] for part in every]
+    if name == "counts":
+        every = [[(x, (8 * y).abs().round()) for x, y in part] for part in every]
     return numbers(lw.fit(network(outputs), join(every), **chosen))
 
 
