@@ -113,8 +113,7 @@ class BoundedEvidence(Tuning):
         return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
     def tunes_own_prior(self, posterior: Posterior) -> bool:
-        open_noise = not posterior.noise_fixed or rows_wanted(posterior) > 0 or posterior.likelihood.has_dispersion
-        return open_noise and not has_prior(posterior.covariance)
+        return not has_prior(posterior.covariance) and (not posterior.noise_fixed or rows_wanted(posterior) > 0)
 
     def training_samples(self, posterior: Posterior) -> int:
         if not posterior.noise_fixed or posterior.likelihood.has_dispersion:
