@@ -151,7 +151,7 @@ def fit(
 def _from_start(
     options: FitOptions, model: nn.Module, loader: Any, file: NoCheckpoint
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Returns the tuned posterior of a fit without a former one, and those of the first samples."""
+    """Returns the tuned posterior of a fit without a former one, and posteriors of the first samples."""
     data = FitData.of(options, model, loader)
     choice = choose(options, model, data, data.training.count, data.training.expected_size or data.first.count)
     advice = advice_on_memory(choice.method, choice.shape)

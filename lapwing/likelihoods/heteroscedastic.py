@@ -29,7 +29,7 @@ LOG_STEP, WIDEST_LOG, FARTHEST_LOG = 0.6, 50.0, 700.0
 """Largest step between nodes of a log variance s, for √Var[s] up to this; largest |s|, near the end of float64."""
 
 UNSEEN_LOG = 4.0
-"""√Var[s] above which `E[exp s]` comes from s that are beyond so many standard deviations."""
+"""√Var[s] above which predictions warn: `E[exp s]` comes from s that lie about Var[s] above its mean."""
 
 SQUARES = "squared_standardised"  # the statistic that shows whether outputs are log variances
 

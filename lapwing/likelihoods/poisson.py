@@ -57,8 +57,8 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     Args:
         dispersion: α >= 0. None lets the training residuals decide, by `Σ [(y - μ)² - y - α μ²]/(μ + μ²) = 0`; α is 0
             unless three or more counts show that they vary more than Poisson counts by three standard errors. Then a
-            larger α may take its place: the default tuning takes the one of highest likelihood for left-out counts, and
-            `validation=` compares the one of highest held-out likelihood.
+            larger α may take its place: the α of highest likelihood for left-out counts, if the default tuning chooses
+            the prior precision, or the α of highest held-out likelihood with `validation=`.
         fitted_dispersion: α that a fit has found, one for all outputs. Heads of `lw.Joint` have `dispersion`, or 0.
 
     Source: McCullagh and Nelder 1989, Generalized Linear Models, sections 4.5 and 6.2.

@@ -197,7 +197,7 @@ class Process:
         return variances, errors
 
     def _means(self, noise: float, variances: Tensor, errors: Tensor) -> tuple[tuple[float, float], Tensor]:
-        """Returns the mean variance and squared error per target, by those of pairs (M,), without a few far samples.
+        """Returns the mean variance and squared error per target, from all pairs (M,) but those of a few far samples.
 
         Also the larger one for the targets of each output, over the one of all (C,).
         """

@@ -31,8 +31,8 @@ LATENT_FACTORS = evenly(-2.0, 4.0, 13)
 """Candidates for log10 of the factor."""
 
 SURELY_MORE, FEW_TARGETS = 4.5, 2
-"""Gain of log likelihood, in nats, that shows another value of one number, which is three standard errors; number of
-targets that show nothing."""
+"""Minimum gain of log likelihood, in nats, for another noise: three standard errors of one number. The targets that
+gain most do not count, `FEW_TARGETS` of them."""
 
 
 def with_latent_factor(posterior: Posterior, held_out: Data, aim: Aim) -> Posterior:

@@ -13,6 +13,7 @@ from lapwing.data.inputs import Samples
 from lapwing.tuning.leave_one_out import left_out_outputs
 from lapwing.tuning.training_kernel import process_of
 from tests.oracle import jacobian
+from tests.refilling import Refilling
 from tests.trained import train
 
 F64 = torch.float64
@@ -111,3 +112,30 @@ def test_a_far_row_does_not_decide():
     far = torch.cat([x, 1e6 * x[:1]]), torch.cat([y, y[:1]])
     found = lw.fit(model, far, likelihood="poisson").likelihood.alpha
     assert alpha / 2 < found < 2 * alpha
+
+
+@pytest.mark.parametrize("shape", ["three outputs", "positions", "refilled", "bfloat16", "frozen", "one row"])
+def test_other_shapes_have_a_dispersion_too(shape):
+    x, y = counts(120, 9, alpha=2.0)
+    model = network(x, y, 40)
+    wanted = lw.fit(model, (x, y), likelihood="poisson").likelihood.alpha
+    data = x, y
+    if shape == "three outputs":
+        three = [nn.Parameter(part.detach().repeat_interleave(3, 0)) for part in model[-1].parameters()]
+        model[-1].weight, model[-1].bias = three
+        data = x, torch.poisson(y.expand(-1, 3), torch.Generator().manual_seed(0))  # they share most noise
+    elif shape == "positions":
+        data = x.unflatten(0, (60, 2)), y.unflatten(0, (60, 2))
+    elif shape == "refilled":
+        data = Refilling(zip(x.split(50), y.split(50), strict=True))
+    elif shape == "bfloat16":
+        model, data = model.bfloat16(), (x.bfloat16(), y)
+    elif shape == "frozen":
+        model[:-1].requires_grad_(False)
+    else:
+        data = x[:1], y[:1]
+    posterior = lw.fit(model, data, likelihood="poisson")
+    found, inputs = posterior.likelihood.alpha, x if shape == "refilled" else data[0]
+    low, high = posterior.predict(inputs).interval(0.9)
+    assert (low <= high).all()
+    assert found == 0 if shape == "one row" else wanted / 2 < found < 2 * wanted
