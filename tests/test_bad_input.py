@@ -390,6 +390,7 @@ REFUSED = [
     (lambda: fit([{"pixels": X, "labels": Y}]), f"model(**inputs) … pixels=Tensor (8, 4) … 'pixels' … {FORWARD}"),
     (lambda: fit([(X, X, Y)]), f"model(*inputs) … tuple(Tensor (8, 4) … positional arguments … {FORWARD}"),
     (lambda: fit(forward=lambda model: model(X)), f"forward(model, inputs) … TypeError … {FORWARD}"),
+    (lambda: fit(forward=lambda net, batch: net(batch["x"])), f"on Tensor (8, 4) … invalid data type … {FORWARD}"),
     (lambda: predict((X, Y)), f"model(*inputs) … without targets … {FORWARD}"),
     (lambda: predict({"foo": X}), f"model(**inputs) … 'foo' … {FORWARD}"),
     (lambda: fit([(X, Y, torch.rand(8))]), "positional arguments … needs sample_weights=True"),

@@ -140,7 +140,8 @@ class Evaluated:
         each, groups = self._deviations(column), self.values["sample" if column == "NLL" else "entry"].flatten()
         if first is not None:
             targets = [name for name in self.values if name.rpartition(": ")[2] in ("y", "labels")]
-            if not all(torch.equal(self.values[name], first.values[name]) for name in targets):
+            pairs = [(one.values[name].double().flatten() for one in (self, first)) for name in targets]  # (N,), (N, 1)
+            if not all(torch.equal(*pair) for pair in pairs):
                 return math.hypot(self.error(column), first.error(column))
             each = each - first._deviations(column)
         sums = torch.zeros(int(groups.max()) + 1, dtype=each.dtype).index_add(0, groups, each)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, cast
+from typing import Any, ClassVar, Generic, Literal, cast
 
 import torch
 from torch import Tensor
@@ -87,8 +87,9 @@ class Likelihood(Options, ABC, Generic[P]):
     """The parts with normal or Student t noise: the likelihood itself with the key None, or heads of `lw.Joint`."""
     head_numbers: ClassVar[Mapping[str, tuple[float | None, ...]]] = {}
     """Each head's σ², T, and σ² in the curvature if lapwing estimated it, or None; empty except for `lw.Joint`."""
-    has_dispersion: ClassVar[bool] = False
-    """Whether `noise_candidates` may have entries, and `residuals` says how far outputs are from targets."""
+    left_out_decides: ClassVar[Literal["noise", "spread"] | None] = None
+    """What left-out training targets decide: the noise of `noise_candidates`, or the spread of outputs that hold the
+    noise. `residuals` says how far outputs are from targets."""
     features_read: ClassVar[str | None] = None
     """The block whose inputs are features of the noise; "" for the outputs, and None for no features."""
 
@@ -146,7 +147,7 @@ class Likelihood(Options, ABC, Generic[P]):
         """
 
     def ratios(self, like: Tensor) -> Tensor:
-        """Returns the factor of σ² at each output (C,), for outputs (..., C): ones if all have the same noise."""
+        """Returns the factor of σ² of each target, (K,) or (B, K), for outputs (B, C): ones if all have equal noise."""
         return like.new_ones(like.shape[-1])
 
     @property
@@ -207,6 +208,10 @@ class Likelihood(Options, ABC, Generic[P]):
     def with_dispersion(self, statistics: dict[str, Tensor]) -> tuple[Likelihood[P], float]:
         """Returns the likelihood whose predictions vary as much as its statistics show, and its τ: see `Poisson`."""
         return self, 1.0
+
+    def dispersion_temperature(self, statistics: dict[str, Tensor]) -> float:
+        """Returns the factor of τ that the noise of the likelihood asks for."""
+        return 1.0
 
     def with_further(self, former: dict[str, Tensor], whole: dict[str, Tensor]) -> tuple[Likelihood[P], float]:
         """Returns the likelihood if further data join the former ones, by both statistics, and the factor of its τ."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .student import student_normals
 
 EXPONENTS = torch.arange(-160, 161, dtype=torch.float64) / 20
 """Decimal logarithms of the candidates of σ²."""
+LARGER = [k / 20 for k in range(1, 41)]
+"""The same for the noise variance of predictions, over the one of the training data."""
 ENDLESS = 1e8
 """Distance in standard deviations that stands for an infinite end."""
 
@@ -47,11 +49,14 @@ class Censored(Likelihood["CensoredPrediction"]):
 
     The curvature of a sample is its observed information at σ², between 0 and `1/σ²`: a censored sample says less. With
     no `noise_variance` the σ² of highest likelihood counts, of the data in `validation=` or else of the training data,
-    in one more forward pass; it has a relative error of up to 1 %. There is no noise model.
+    in one more forward pass; it has a relative error of up to 1 %. If the network has overfitted, predictions get a
+    larger σ²: the one of highest likelihood for left-out known y, if the default tuning chooses the prior precision,
+    or for held-out data. There is no noise model.
 
     Args:
         noise_variance: σ², a **variance** in squared units of y; None: the data decide.
         df: degrees of freedom ν of a Student t, at least 3; None: normal noise.
+        fitted_noise: σ² of predictions that a fit has found.
 
     Raises:
         LapwingError: for targets of another shape or with lower > upper, and for several outputs.
@@ -70,12 +75,14 @@ class Censored(Likelihood["CensoredPrediction"]):
     noise_variance: float | None = option(None, positive(), write="0.1")
     _: KW_ONLY
     df: float | None = option(None, number(3), write="4.0")
+    fitted_noise: float | None = option(None, positive())
     name: ClassVar[str] = "censored"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     one_output_per_target: ClassVar[bool] = False
+    left_out_decides: ClassVar[Literal["noise", "spread"] | None] = "noise"
 
     def __repr__(self) -> str:
-        noise = self.noise_variance
+        noise = self.fitted_noise or self.noise_variance
         tails = "" if self.df is None else f", df={self.df:g}"
         return f"Censored(noise_variance={noise if noise is None else float(f'{noise:.4g}')}{tails})"
 
@@ -92,6 +99,11 @@ class Censored(Likelihood["CensoredPrediction"]):
         """
         noise = self._set_noise("log_prob()") if noise_variance is None else noise_variance
         return self._log_prob(outputs, targets, noise).to(outputs)
+
+    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns y - f in float64, (B, 1); NaN for a censored target."""
+        ends = _ends(outputs, targets)
+        return torch.where(ends[:, :1] == ends[:, 1:], ends[:, :1] - doubled(outputs), torch.nan)
 
     def target_weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the observed information `-σ² ∂²log p/∂f²` (B, 1) of normal noise: 1 for known y.
@@ -154,10 +166,11 @@ class Censored(Likelihood["CensoredPrediction"]):
         It raises for another σ², since the curvature depends on it.
         """
         if noise_variance is None or self.noise_variance in (None, noise_variance):
-            return replace(self, noise_variance=noise_variance)
+            fitted = None if noise_variance is None else self.fitted_noise
+            return replace(self, noise_variance=noise_variance, fitted_noise=fitted)
         raise LapwingError(
             f"The curvature of censored targets depends on the noise variance, {self.noise_variance:.4g}. For another "
-            f"one fit again with likelihood=lw.{replace(self, noise_variance=noise_variance)}."
+            f"one fit again with likelihood=lw.{replace(self, noise_variance=noise_variance, fitted_noise=None)}."
         )
 
     def open_heads(self, outputs: int) -> tuple[None, ...]:
@@ -169,14 +182,21 @@ class Censored(Likelihood["CensoredPrediction"]):
 
     def with_residuals(self, statistics: Mapping[None, dict[str, Tensor]]) -> Censored:
         """Returns the likelihood with the σ² of highest likelihood."""
-        return self.with_noise_variance(self.residual_variance(statistics[None]))
+        noise = self.residual_variance(statistics[None])
+        return replace(self.with_noise_variance(noise), fitted_noise=noise)
+
+    def noise_candidates(self) -> list[Censored]:
+        """Returns larger noise variances of predictions, if data chose the present one."""
+        if self.fitted_noise is None:
+            return []
+        return [replace(self, fitted_noise=self.fitted_noise * 10**exponent) for exponent in LARGER]
 
     def predict(
         self, latent: AnyLatent, link: Link | None = None, generator: torch.Generator | None = None
     ) -> CensoredPrediction:
         """Returns the distribution of y, censored or not: the latent plus noise."""
         self.choose_link(latent, link)
-        return CensoredPrediction(latent, self._set_noise("predict()"), df=self.df)
+        return CensoredPrediction(latent, self.fitted_noise or self._set_noise("predict()"), df=self.df)
 
     def _log_prob(self, outputs: Tensor, targets: Tensor, noise: Any) -> Tensor:
         """Returns log probabilities in float64, (B,) or (K, B), as sums over the normals of the noise."""

@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
 
     missing: bool = False
     name: ClassVar[str] = "heteroscedastic"
+    left_out_decides: ClassVar[Literal["noise", "spread"] | None] = "spread"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
     one_output_per_target: ClassVar[bool] = False
 
@@ -86,6 +87,15 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         residual = aligned_targets("HeteroscedasticGaussian", mean, targets.to(mean.device)) - mean
         squares = (residual.square() * (-log_variance).exp()).nan_to_num(0.0).mean(-1)
         return {**super().statistics(outputs, targets, weights), SQUARES: apply_weights(squares, weights).sum()}
+
+    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns y - m in float64, (B, K); NaN for a missing target."""
+        mean, _ = _mean_and_log_variance(doubled(outputs))
+        return aligned_targets("HeteroscedasticGaussian", mean, targets.to(mean.device)) - mean
+
+    def ratios(self, like: Tensor) -> Tensor:
+        """Returns exp(s), (B, K)."""
+        return _mean_and_log_variance(like)[1].exp()
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns `diag(exp(-s/2), 1/√2)`, (B, 2K, 2K)."""

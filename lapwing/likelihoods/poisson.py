@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
     dispersion: float | None = option(None, number(0), write="0.5")
     fitted_dispersion: float = option(0.0, number(0))
     name: ClassVar[str] = "poisson"
-    has_dispersion: ClassVar[bool] = True
+    left_out_decides: ClassVar[Literal["noise", "spread"] | None] = "noise"
     links: ClassVar[tuple[type[Link], ...]] = (ExactLink,)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:

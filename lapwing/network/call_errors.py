@@ -94,8 +94,8 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     if isinstance(error, AttributeError):  # forward() expects tensors and gets a list, or expects a graph
         return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in INPUT_TYPES)
     said = str(error).lower()
-    if isinstance(error, TypeError):
-        return "argument" in said
+    if isinstance(error, TypeError):  # also from tensors that are read as dicts or tuples
+        return any(words in said for words in ("argument", "invalid data type", "indices must be", "subscriptable"))
     words = ("shape", "size", "type", "dimension", "index", "input", "offset", "numpy() on tensor")
     return any(word in said for word in words)
 

@@ -14,7 +14,7 @@ from ..posterior.tuned import Training, Tuning, evenly_spaced_batches
 from .evidence import at_maximum
 from .fitted_noise import rows_wanted, with_noise_of_residuals
 from .held_out import SOME_POSITIONS, spread_costs
-from .latent_factor import with_left_out_noise
+from .latent_factor import with_left_out_noise, with_left_out_spread
 from .regression_width import inputs_read, with_left_out_width
 from .right_spread import cost_of_right_spread
 from .search import crossing, evenly
@@ -104,24 +104,32 @@ class BoundedEvidence(Tuning):
             residual = posterior.likelihood.residual_variance(posterior.statistics)
             assert residual is not None  # of the σ² that is open
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        if posterior.likelihood.has_dispersion:
-            posterior = with_left_out_noise(posterior, training, inputs_read(posterior, 4 * self.samples))
-        if has_prior(posterior.covariance) and not posterior.prior.fixed:
-            posterior = at_maximum(posterior)
-            if posterior.noise_variance is None:
-                posterior = self._with_bounded_cost(posterior, training)
+        posterior, decided = self._at_prior(posterior, training), posterior.likelihood.left_out_decides
+        if decided == "noise":
+            noisier = with_left_out_noise(posterior, training, 4 * self.samples)
+            posterior = posterior if noisier is posterior else self._at_prior(noisier, training)
+        elif decided == "spread":
+            posterior = with_left_out_spread(posterior, training, 4 * self.samples)
         return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
     def tunes_own_prior(self, posterior: Posterior) -> bool:
         return not has_prior(posterior.covariance) and (not posterior.noise_fixed or rows_wanted(posterior) > 0)
 
     def training_samples(self, posterior: Posterior) -> int:
-        if not posterior.noise_fixed or posterior.likelihood.has_dispersion:
+        if not posterior.noise_fixed or posterior.likelihood.left_out_decides:
             return max(inputs_read(posterior, 4 * self.samples), rows_wanted(posterior))
         return max(0 if posterior.prior.fixed else number_of_inputs(posterior, self.samples), rows_wanted(posterior))
 
-    def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most b."""
+    def _at_prior(self, posterior: Posterior, training: Training) -> Posterior:
+        """Returns the posterior at the evidence's prior precision, or above it where the spread costs at most b.
+
+        A regression has no bound, and the prior precision of a user stays.
+        """
+        if not has_prior(posterior.covariance) or posterior.prior.fixed:
+            return posterior
+        posterior = at_maximum(posterior)
+        if posterior.noise_variance is not None:
+            return posterior
         exponents, lowest = evenly(0.0, self.decades, self.points), posterior.prior.precision
         parts = list(evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior))
         costs, rows = spread_costs([posterior.at(lowest * 10**exponent) for exponent in exponents], parts)

@@ -16,6 +16,7 @@ from .search import ascend, best_of_grid, evenly
 RANGE = (-10.0, 6.0)  # searched decades of δσ², relative to the mean eigenvalue of the kernel
 ROUNDING = 1e-12  # ridge of the equations for the constants, of which some may have no known target
 MAX_EXPLAINED = 0.9  # the weights explain at most this fraction of the targets, of which copies count once
+LARGEST_ROWS = 2**25  # maximum number of entries of the rows of a kernel's root that are read at once
 FAR_VARIANCE = 100.0  # a sample is far from all others if its left-out variance exceeds this many medians
 MAX_FAR_PART = 0.1  # far samples are left out of means if they are at most this fraction of all
 
@@ -41,6 +42,7 @@ class LeaveOneOut:
     share_explained: float = 0.0  # number of targets that the weights explain, divided by the number of all targets
     variance_of_draws: float = 0.0  # mean variance at the δ and σ² of exact draws; 0 for other posteriors
     weight: float = 1.0  # mean weight of a sample and its copies; here weights are relative to it
+    windows: bool = False  # whether samples share values, and are left out together
     of_outputs: Tensor = field(default_factory=lambda: torch.ones(1))  # widths of outputs, over s (C,)
 
     def width_at_unseen_inputs(self, training_variance: float) -> float:
@@ -66,26 +68,34 @@ class Process:
     labels: Tensor  # `√w r` (M,), in the same unit
     constants: Tensor  # `√w` in the rows of one output, 0 in others (M, C): the labels have a free constant per output
     counts: Tensor  # w (M,), relative to `weight`: number of targets that each pair represents
-    same: Tensor  # whether a sample is left out together with another (n, n); all have equally many pairs
+    same: Tensor  # whether a sample is a copy of another or the same (n, n); all have equally many pairs
     weights: int  # number of weights that count
     outputs_per_pair: float = 1.0  # number of outputs of a sample, divided by the number of its pairs
     weight: float = 1.0  # mean weight of a sample, with its copies in the kernel
-    pairs: Tensor = field(default_factory=lambda: torch.zeros(0, 3))  # y, f and the network's residual (M, 3)
+    related: Tensor | None = None  # whether samples are left out together (n, n); None means copies
+
+    @property
+    def windows(self) -> bool:
+        """Whether samples share values with others, and are left out together."""
+        return self.related is not None and not torch.equal(self.related, self.same)
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs that are left out together: for each size k, indices (G, k), and which of them count (G, k)."""
-        # 1. the different rows of `same`, one per group (G, n), and the group of each sample (n,)
-        distinct, group_of = self.same.unique(dim=0, return_inverse=True)
+        # 1. the different rows of `related`, one per group (G, n), and the group of each sample (n,)
+        related = self.same if self.related is None else self.related
+        distinct, group_of = related.unique(dim=0, return_inverse=True)
         times = len(self.labels) // len(self.same)  # number of consecutive pairs of a sample
         sizes, inside = distinct.sum(1), torch.arange(times, device=self.same.device)
         # 2. for groups of the same size: their samples, and the pairs of these, which are consecutive
-        groups = []
+        groups: list[tuple[Tensor, Tensor]] = []
         for size in sizes.unique().tolist():
             of_size = (sizes == size).nonzero()
             members = distinct[of_size[:, 0]].nonzero()[:, 1].unflatten(0, (-1, size))
             rows = (members[..., None] * times + inside).flatten(1)
-            groups.append((rows, (group_of[members] == of_size).repeat_interleave(times, 1)))
+            counted = (group_of[members] == of_size).repeat_interleave(times, 1)
+            some = max(1, LARGEST_ROWS // (rows.shape[1] * len(self.labels)))
+            groups += zip(rows.split(some), counted.split(some), strict=True)
         return groups
 
     @cached_property
@@ -169,11 +179,11 @@ class Process:
         return LeaveOneOut(
             ratio * max(variance, error), variance, training_variance, ratio, 1 / float(scale), noise,
             len(self.same), self.weights, (training_variance / noise - 1) / growth, weight=self.weight,
-            of_outputs=of_outputs,
+            of_outputs=of_outputs, windows=self.windows,
         )  # fmt: skip
 
     def left_out_errors(self) -> tuple[Tensor, Tensor]:
-        """Returns `√w e` (M,) of targets that are left out, and its difference to the error of seen targets (M,).
+        """Returns errors `√w e` of targets that are left out (M,), and their differences to those of seen targets (M,).
 
         Both are at the δσ² of highest evidence. The difference is `e h` for the leverage `h = 1 - σ²/V`.
         """

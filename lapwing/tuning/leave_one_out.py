@@ -6,16 +6,23 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..covariance import Latent, has_positions
+from ..covariance.terms import DenseTerm
 from ..data.inputs import Inputs, Samples
+from ..linalg import doubled
 from ..network.eager import parameters_of
 from ..posterior import Posterior
+from ..posterior.latents import latent_of_batch
+from ..posterior.tuned import Training, evenly_spaced_batches
+from ..prediction.linearized import default_way
 from ..tangent import Tangent
 from .gaussian_process import LeaveOneOut, Process
-from .training_kernel import most_rows, process_of
+from .training_kernel import MAX_ROWS, MIN_INPUTS, TargetPairs, most_rows, process_of
 
 MAX_WEIGHTS = 1_000_000  # maximum number of trained weights for which all of them count
 MAX_MULTIPLY_ADDS = 2**33  # the same limit for the multiply-adds that form the rows of the kernel
@@ -53,7 +60,7 @@ def leave_one_out(
     Cost: M = n C backward passes, at most MAX_ROWS, `JJᵀ` of all pairs, and its eigendecomposition, O(M³).
     """
     # 1. the δσ² of highest evidence
-    process = _process_of_trained(posterior, parts)
+    process, _ = _process_of_trained(posterior, parts)
     size, log10 = size or sum(part.count for part in parts), process.best()
     result, end = process.left_out(log10, size), log10.new_tensor(HIGHEST_RAISED)
     # 2. if s is too small for the residual: the smallest δσ² at which it is not, by bisection
@@ -71,23 +78,54 @@ def leave_one_out(
 
 
 @torch.no_grad()
-def left_out_outputs(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns outputs f' (M, 1) as for targets that a network has not seen, these targets (M, 1), and weights (M,).
+def left_out_latents(posterior: Posterior, training: Training, samples: int) -> tuple[Latent, Tensor, Tensor]:
+    """Returns latents (M, P) of the P outputs of targets that a network has not seen, these (M, 1), and weights (M,).
 
-    `f' = f - e h`, for the left-out error e of `leave_one_out` and its leverage h: the network's output moves as far as
-    the one of the linearised model does. If the network is nearer to its targets than left-out predictions are, in the
-    mean square, it has overfitted, and f' are these: `f' = f + r - e` for its residual r.
+    The mean of y becomes `f' = f - e h`, for the left-out error e of `leave_one_out` and its leverage h: the network's
+    output moves as far as the one of the linearised model does. If the network is nearer to its targets than left-out
+    predictions are, in the mean square, it has overfitted, and f' are these: `f' = f + r - e` for its residual r.
+
+    Other outputs, such as log variances, keep their means, and all outputs the posterior's covariance. At most
+    `samples` training samples are read.
     """
-    process = _process_of_trained(posterior, parts)
-    targets, outputs, residuals = process.pairs.T
-    roots = process.counts.clamp_min(torch.finfo(outputs.dtype).tiny).sqrt()
+    samples = min(samples, max(MIN_INPUTS, 2 * MAX_ROWS // posterior.tangent.width))
+    parts = list(evenly_spaced_batches(training, samples, posterior))
+    process, pairs = _process_of_trained(posterior, parts)
+    warn_of_windows(posterior, process.windows)
+    roots = (process.counts / pairs.noise).clamp_min(torch.finfo(pairs.noise.dtype).tiny).sqrt()
     errors, moved = (part / roots for part in process.left_out_errors())
-    sums = [(process.counts * part.square()).sum() for part in (errors, residuals + moved)]
-    outputs = outputs - moved if sums[0] <= sums[1] else outputs + residuals - errors
-    return outputs[:, None], targets[:, None], process.counts
+    sums = [(roots * part).square().sum() for part in (errors, pairs.residuals + moved)]
+    mean = pairs.outputs - (moved if sums[0] <= sums[1] else errors - pairs.residuals)
+    latent = _latents_of_targets(posterior, parts, pairs.places)
+    latent = replace(latent, mean=torch.cat([mean[:, None], latent.mean[:, 1:]], 1))
+    return latent, pairs.targets[:, None], process.counts
 
 
-def _process_of_trained(posterior: Posterior, parts: Sequence[Samples]) -> Process:
+def warn_of_windows(posterior: Posterior, windows: bool) -> None:
+    """Warns if left-out samples are windows of a series, which no fit without held-out data measures well."""
+    if windows:
+        log.warning(
+            "The inputs of %s are overlapping windows of a series, which share values: its intervals may be too narrow "
+            "for a later stretch. Hold such a stretch out, and pass it as validation=.",
+            type(posterior.tangent.model).__name__,
+        )  # fmt: skip
+
+
+def _latents_of_targets(posterior: Posterior, parts: Sequence[Samples], places: Tensor) -> Latent:
+    """Returns latents (M, P), for indices (M,) of targets among all of the samples; K + k is an output of target k."""
+    tangent, means, covariances = posterior.tangent, [], []
+    count = min(posterior.likelihood.target_shape(tangent.outputs)[0], tangent.outputs)  # K
+    for part in parts:
+        latent: Any = latent_of_batch(tangent, posterior.covariance, part.inputs, default_way(tangent), False)
+        latent = latent.rows if has_positions(latent) else latent
+        blocks = doubled(latent.own_covariance).unflatten(-1, (-1, count)).unflatten(-3, (-1, count))
+        means.append(doubled(latent.mean).unflatten(-1, (-1, count)).mT.flatten(0, 1))  # (B K, P)
+        covariances.append(blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, 1).flatten(0, 1))  # (B K, P, P)
+    mean, covariance = (torch.cat(part)[places] for part in (means, covariances))
+    return Latent(mean, (DenseTerm(covariance),))
+
+
+def _process_of_trained(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Process, TargetPairs]:
     """Returns the process of all trained weights, or of those that the posterior treats if these are too many."""
     parts, outputs = [part for part in parts if part.count], posterior.tangent.width
     rows = min(sum(part.count for part in parts) * outputs, most_rows(outputs))

@@ -20,13 +20,12 @@ from .fitted_noise import with_noise_of_residuals
 from .gaussian_process import LeaveOneOut
 from .held_out import WIDTH_OUTPUTS, means_over_samples, variances_of_outputs
 from .input_process import width_by_inputs
-from .leave_one_out import leave_one_out
+from .leave_one_out import leave_one_out, warn_of_windows
 from .search import crossing, evenly
-from .training_kernel import table_of
+from .training_kernel import MIN_INPUTS, table_of
 
 log = logging.getLogger("lapwing")
 
-MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
 SAMPLES = 2000  # default of the maximum number of training samples that the width is computed from
 UNEVEN, UNEVEN_ERRORS = 1.5, 3.0  # least ratio of widths of two outputs, and standard errors, for noises of their own
 LEAST_PART = 0.1  # least noise variance of an output, as a fraction of σ² times its ratio
@@ -62,6 +61,7 @@ def with_left_out_width(
     # 1. the exact model at its best δ*, σ*²
     exact, parts, size = _exact_model(posterior, residual, training, samples)
     posterior = with_relative_weights(posterior, exact.weight)
+    warn_of_windows(posterior, exact.windows)
     # 2. the width s, at least (1 + h) mean squared residuals if the weights explain h = γ/(N C) of the targets
     width = max(exact.width, (1 + exact.share_explained) * residual)  # the network may fit worse than this model
     width = _checked_width(posterior, training, parts, size, width, residual, yardstick)

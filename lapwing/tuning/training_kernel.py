@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from ..tangent.anchors import Anchors
 from .gaussian_process import Process
 from .held_out import WIDTH_OUTPUTS
 from .noise_shape import REPEATED
+from .windows import overlapping
 
 log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
+MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
@@ -37,29 +39,40 @@ def most_rows(outputs: int) -> int:
     return min(MAX_ROWS, ROWS_OF_MAPS) if outputs > WIDTH_OUTPUTS else MAX_ROWS
 
 
-def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples]) -> Process:
+class TargetPairs(NamedTuple):
+    """M pairs of a sample and one of its targets, in float64, (M,) each."""
+
+    targets: Tensor
+    outputs: Tensor  # f that predicts the mean of y
+    residuals: Tensor
+    noise: Tensor  # noise ratio
+    places: Tensor  # index among all targets of all samples, which follow each other
+
+
+def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples]) -> tuple[Process, TargetPairs]:
     """Returns the process of samples spread over the parts; if there are too many pairs, of some outputs per sample.
 
     A sample has the outputs of all its positions, so that outputs (B, T, C) give the process of outputs (B, T C).
     """
-    # 1. y, f, r and w of all samples (n, C), shorter samples padded by zeros
+    # 1. y, f, r, w and noise ratios of all samples (n, C), shorter samples padded by zeros
     rows = [targets_of(posterior, part) for part in parts]
-    ratios = posterior.likelihood.ratios(rows[0][1])
+    own = rows[0][0].shape[-1]  # K targets of a row
     sizes = [part.count for part in parts]
     widths = [part[0].numel() // size for part, size in zip(rows, sizes, strict=True)]
     every = [
         [pad(values.reshape(size, width), (0, max(widths) - width)) for values in part]
         for part, size, width in zip(rows, sizes, widths, strict=True)
     ]
-    targets, every_output, residuals, every_weight = (torch.cat(part) for part in zip(*every, strict=True))
+    targets, every_output, residuals, every_weight, noise = (torch.cat(part) for part in zip(*every, strict=True))
     # 2. M pairs: `count` samples with `times` outputs each, in turn if a sample has more
     outputs = min(widths)
     most = most_rows(outputs)
-    count = min(len(residuals), max(20, most // outputs))
+    count = min(len(residuals), max(MIN_INPUTS, most // outputs))
     times = min(outputs, most // count)
     chosen = torch.arange(count) * len(residuals) // count
     samples = chosen.repeat_interleave(times)
-    turns = torch.arange(len(samples)) % torch.tensor(widths).repeat_interleave(torch.tensor(sizes))[samples]
+    width = torch.tensor(widths).repeat_interleave(torch.tensor(sizes))
+    turns = torch.arange(len(samples)) % width[samples]
     # 3. rows of J at the pairs, from one batch of inputs if they fit
     inputs = tuple(part.inputs for part in parts)
     tables = [x.value for x in inputs if isinstance(x.value, Tensor) and x.value.is_floating_point()]
@@ -67,7 +80,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     fits = len(residuals) * tangent.bytes_per_sample(times, tangent.contraction_dtype) <= tangent.memory // 16
     if few and fits and len({(x.shape[1:], x.dtype) for x in tables}) == 1:
         inputs = (Inputs(torch.cat(tables)),)  # one batch, since the kernel reads all pairs of batches
-    anchors = Anchors(tangent, inputs, samples, turns)
+    anchors = Anchors(tangent, inputs, samples, turns // own * tangent.outputs + turns % own)
     weights = {block.name: 1.0 for block in tangent.blocks}
     # 4. r + J(θ̂ - μ0) (M,)
     mean = posterior.prior.mean if tangent is posterior.tangent else {}
@@ -75,10 +88,10 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
         name: (value - mean.get(name, 0.0)).to(tangent.contraction_dtype)[None]
         for name, value in tangent.mean().items()
     }
-    counts = every_weight[samples, turns]
-    pairs = torch.stack([values[samples, turns] for values in (targets, every_output, residuals)], 1)
-    labels = pairs[:, 2] + doubled(anchors.inner(offset)[0])
-    biased = turns if times == outputs else turns % len(ratios)  # few rows have the same output at the same position
+    at, places = (samples, turns), (width.cumsum(0) - width)[samples] + turns
+    counts, pairs = every_weight[at], TargetPairs(targets[at], every_output[at], residuals[at], noise[at], places)
+    labels = pairs.residuals + doubled(anchors.inner(offset)[0])
+    biased = turns if times == outputs else turns % own  # few rows have the same output at the same position
     # 5. K = JJᵀ (M, M), and the eigenpairs of √w K √w, with w divided by the noise ratio of the output
     gram = anchors.gram(weights, tangent.contraction_dtype)
     same, repeats = _copies(gram, targets[chosen], times)
@@ -86,20 +99,21 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     if posterior.method.sample_weights and counts.any():
         weight *= float(counts[counts > 0].mean())
     counts = counts / weight
-    roots = counts.sqrt() / ratios.sqrt()[turns % len(ratios)]
+    roots = (counts / pairs.noise).sqrt()
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
     # 6. A: a column of √w for each output (M, C)
     constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
     return Process(
         values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times,
-        weight, pairs,
-    )  # fmt: skip
+        weight, same | overlapping([part.inputs for part in parts], chosen).to(same.device),
+    ), pairs  # fmt: skip
 
 
-def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns y, f, the residual r and w, each (B, C), or (B T, C) with positions, in float64.
+def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns y, f, the residual r, w and the noise ratio of all targets (B, K), or (B T, K), in float64.
 
-    r is `y - f` for a regression, and as `lw.Poisson` defines it for counts. Missing targets have zeros.
+    f are the outputs that predict the mean, the first K of C. r is `y - f` for a regression, and as `lw.Poisson`
+    defines it for counts. Missing and censored targets have zeros.
     """
     likelihood: Any = posterior.likelihood
     rows = Batch.of(posterior.tangent, samples).rows()
@@ -108,11 +122,12 @@ def targets_of(posterior: Posterior, samples: Samples) -> tuple[Tensor, Tensor, 
     outputs = doubled(outputs)
     targets, weights = targets.to(outputs.device), None if weights is None else weights.to(outputs.device)
     every = curvature_weights(likelihood, outputs, targets, weights)
-    residuals, targets = likelihood.residuals(outputs, targets), targets.reshape(outputs.shape).to(outputs)
-    if every is None:
-        return targets, outputs, residuals, torch.ones_like(targets)
-    every = every.double().expand_as(targets)
-    return targets.nan_to_num(), outputs, torch.where(every == 0, 0.0, residuals), every
+    residuals = likelihood.residuals(outputs, targets)
+    noise, count = likelihood.ratios(outputs).expand_as(residuals), residuals.shape[-1]
+    y, f = targets.reshape(len(residuals), -1)[:, :count].to(outputs), outputs[:, :count]
+    weights = torch.ones_like(f) if every is None else every.double().expand_as(outputs)[:, :count]
+    weights = torch.where(residuals.isnan(), 0.0, weights)
+    return torch.where(weights == 0, 0.0, y), f, torch.where(weights == 0, 0.0, residuals), weights, noise
 
 
 def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -123,9 +138,9 @@ def table_of(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Tensor, Te
     tables = [part.inputs.value for part in parts if isinstance(part.inputs.value, Tensor)]
     if len(tables) < len(parts) or any(x.ndim != 2 or not x.is_floating_point() for x in tables):
         return None
-    targets, _, _, weights = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))
-    x, ratios = torch.cat(tables), posterior.likelihood.ratios(targets)
-    return x, (targets / ratios.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
+    targets, _, _, weights, noise = map(torch.cat, zip(*(targets_of(posterior, part) for part in parts), strict=True))
+    x = torch.cat(tables)
+    return x, (targets / noise.sqrt()).reshape(len(x), -1), weights.reshape(len(x), -1)
 
 
 def _number_of_copies(counts: Tensor, repeats: Tensor) -> float:

@@ -160,6 +160,17 @@ def test_an_order_that_changes_leaves_differences_unpaired(classes: Any) -> None
     assert table.errors["again"]["NLL"] > 0.5 * table.errors["network"]["NLL"]
 
 
+def test_likelihoods_with_targets_of_another_shape_are_paired() -> None:
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.poisson(x[:, :1].exp(), torch.Generator().manual_seed(1))
+    model = nn.Sequential(nn.Linear(3, 1)).eval()
+    own = lw.FromDistribution(lambda f: torch.distributions.Poisson(f[..., 0].exp()))
+    laws = {"poisson": "poisson", "own": own}
+    fits = {name: lw.fit(model, (x, y), lw.KFAC(), likelihood=law, tune=None) for name, law in laws.items()}
+    table = lw.compare(fits, (x, y), repeats=1)
+    assert table.errors["own"]["RMSE"] < 0.1 * table.errors["network"]["RMSE"]
+
+
 def test_scores_of_detectors_by_mutual_information_and_entropy(classes: Any) -> None:
     _, posterior, x, y = classes
     far = 4 * x[:30]

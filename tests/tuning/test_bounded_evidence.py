@@ -683,7 +683,7 @@ def test_outputs_of_a_map_have_a_small_kernel(outputs, rows):
     x, model = torch.randn(30, 2), nn.Sequential(nn.Linear(2, outputs), nn.Unflatten(1, (outputs, 1))).eval()
     y = model(x).detach()
     posterior = lw.fit(model, [(x, y)], lw.Diagonal(), likelihood="gaussian", tune=None)
-    found = process_of(posterior, posterior.tangent, [Samples(Inputs(x), y)])
+    found, _ = process_of(posterior, posterior.tangent, [Samples(Inputs(x), y)])
     assert (len(found.same), len(found.labels)) == (20, rows)
     assert found.outputs_per_pair == outputs / (rows / 20)
 

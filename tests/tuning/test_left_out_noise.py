@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import lapwing as lw
 from lapwing.data.inputs import Samples
-from lapwing.tuning.leave_one_out import left_out_outputs
+from lapwing.tuning import Training
+from lapwing.tuning.leave_one_out import left_out_latents
 from lapwing.tuning.training_kernel import process_of
 from tests.oracle import jacobian
 from tests.refilling import Refilling
@@ -43,16 +44,16 @@ def coverage(posterior: lw.Posterior, x: Tensor, y: Tensor) -> float:
 
 
 @pytest.mark.parametrize("steps", [20, 1000])
-def test_left_out_outputs_are_those_of_the_dense_process(steps):
+def test_left_out_latents_are_those_of_the_dense_process(steps):
     x, y = counts(20, 0)
     model = network(x, y, steps, hidden=3)
     posterior = lw.fit(model, (x, y), lw.Full(), likelihood="poisson", tune=None)
-    parts = [Samples.of((x, y))]
-    outputs, targets, weights = left_out_outputs(posterior, parts)
+    latent, targets, weights = left_out_latents(posterior, Training([(x, y)]), 2000)
     assert torch.equal(targets, y)
     assert weights.eq(1).all()
+    torch.testing.assert_close(latent.variance, posterior.latent(x).variance)
     # C = J Jᵀ/δ + σ²I of the logarithms of counts, with the likeliest constant taken off the labels
-    f, process = model(x).detach(), process_of(posterior, posterior.tangent, parts)
+    f, (process, _) = model(x).detach(), process_of(posterior, posterior.tangent, [Samples.of((x, y))])
     r = ((y + 0.5) / (f.exp() + 0.5)).log()
     J = jacobian(model, x).squeeze(1)
     labels = (r + J @ torch.cat([p.detach().flatten() for p in model.parameters()])[:, None]).squeeze(1)
@@ -63,7 +64,7 @@ def test_left_out_outputs_are_those_of_the_dense_process(steps):
     moved = errors * (1 - noise * inverse.diagonal())[:, None]  # minus the errors σ² C⁻¹r of seen counts
     overfitted = errors.square().sum() > (r + moved).square().sum()
     assert overfitted == (steps == 1000)
-    torch.testing.assert_close(outputs, f + r - errors if overfitted else f - moved, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(latent.mean, f + r - errors if overfitted else f - moved, rtol=1e-6, atol=1e-6)
 
 
 def test_an_overfitted_network_gets_the_dispersion_of_new_counts():

@@ -1,0 +1,49 @@
+"""Overlapping windows of a series: rows that share values, and are left out together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..data.inputs import Inputs
+
+SHORTEST = 4  # minimum length T of windows
+MOST = 0.5  # rows are windows if more than this fraction of them share values with others
+SOME = 0.05  # minimum fraction of the rows whose first values others have, for a comparison of whole rows
+
+
+def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
+    """Returns whether chosen rows (n,) among all N rows share values with each other or are the same, (n, n).
+
+    A tensor (N, T), (N, T, C) or (N, C, T) among the inputs holds windows if most rows are equal to others that have
+    moved by at most T/2 steps, `x_i[k:] = x_j[:T - k]`, and half of their values differ: codes are no series. Rows may
+    have any order. Cost: time O(n T) for a table without such rows, and O(n T² log n) for windows.
+    """
+    for leaves in zip(*(part.leaves for part in inputs), strict=False):
+        alike = all(isinstance(leaf, Tensor) and leaf.shape[1:] == leaves[0].shape[1:] for leaf in leaves)
+        if not alike or leaves[0].ndim not in (2, 3):
+            continue
+        x = torch.cat(leaves)[chosen.to(leaves[0].device)].cpu()
+        for windows in (x[..., None],) if x.ndim == 2 else (x, x.mT):
+            shared = _shared(windows)
+            if (shared.sum(1) > 1).float().mean() > MOST:
+                return shared
+    return torch.eye(len(chosen), dtype=torch.bool)
+
+
+def _shared(x: Tensor) -> Tensor:
+    """Returns whether rows (n, T, C) share values, (n, n)."""
+    count, length = x.shape[:2]
+    shared = torch.eye(count, dtype=torch.bool)
+    several = (x.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1) >= 0.5 * x[0].numel()
+    if length < SHORTEST or several.float().mean() <= MOST:
+        return shared
+    for k in range(1, length // 2 + 1):
+        later, earlier = x[:, k:], x[:, : length - k]
+        if torch.isin(later[:, 0, 0], earlier[:, 0, 0]).float().mean() >= SOME:
+            ids = torch.cat([later, earlier]).flatten(1).unique(dim=0, return_inverse=True)[1]
+            moved = (ids[:count, None] == ids[count:]) & several[:, None]
+            shared |= moved | moved.T
+    return shared
