@@ -11,7 +11,8 @@ from ..data.inputs import Inputs
 
 SHORTEST = 4  # minimum length T of windows
 MOST = 0.5  # rows are windows if more than this fraction of them share values with others
-SOME = 0.05  # minimum fraction of the rows whose first values others have, for a comparison of whole rows
+SOME = 0.05  # minimum fraction of the rows that have equal values at `PROBES` places, for a comparison of whole rows
+PROBES = 8
 
 
 def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
@@ -40,9 +41,12 @@ def _shared(x: Tensor) -> Tensor:
     several = (x.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1) >= 0.5 * x[0].numel()
     if length < SHORTEST or several.float().mean() <= MOST:
         return shared
+    factors = torch.rand(PROBES, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for k in range(1, length // 2 + 1):
         later, earlier = x[:, k:], x[:, : length - k]
-        if torch.isin(later[:, 0, 0], earlier[:, 0, 0]).float().mean() >= SOME:
+        places = torch.linspace(0, length - k - 1, PROBES).long()
+        sums = [(part[:, places] * factors).sum((1, 2)) for part in (later, earlier)]  # equal for equal rows
+        if torch.isin(*sums).double().mean() >= SOME:
             ids = torch.cat([later, earlier]).flatten(1).unique(dim=0, return_inverse=True)[1]
             moved = (ids[:count, None] == ids[count:]) & several[:, None]
             shared |= moved | moved.T
