@@ -100,9 +100,9 @@ def with_left_out_noise(posterior: Posterior, training: Training, samples: int) 
 def with_left_out_spread(posterior: Posterior, training: Training, samples: int) -> Posterior:
     """Returns the posterior at `(δ/c, c τ)` with the c >= 1 of highest likelihood for left-out targets, or unchanged.
 
-    Noise that a network predicts is too small if it has overfitted. A wider covariance widens the
-    mean, and makes a log variance uncertain, so that predictions have longer tails. A prior precision and a temperature
-    of the user stay. Cost: as `with_left_out_noise`.
+    Noise that a network predicts is too small if it has overfitted. A wider covariance widens the mean, and makes a log
+    variance uncertain, so that predictions have longer tails. A prior precision and a temperature of the user stay.
+    Cost: as `with_left_out_noise`.
     """
     if posterior.prior.fixed or not _may_be_multiplied(posterior):
         return posterior

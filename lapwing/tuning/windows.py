@@ -22,11 +22,12 @@ def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
     moved by at most T/2 steps, `x_i[k:] = x_j[:T - k]`, and half of their values differ: codes are no series. Rows may
     have any order. Cost: time O(n T) for a table without such rows, and O(n T² log n) for windows.
     """
-    for leaves in zip(*(part.leaves for part in inputs), strict=False):
-        alike = all(isinstance(leaf, Tensor) and leaf.shape[1:] == leaves[0].shape[1:] for leaf in leaves)
-        if not alike or leaves[0].ndim not in (2, 3):
+    for place, first in inputs[0].per_sample.items():
+        tensors = [part.per_sample.get(place) for part in inputs]
+        alike = [one for one in tensors if one is not None and one.shape[1:] == first.shape[1:]]
+        if len(alike) < len(tensors) or first.ndim not in (2, 3) or first.is_complex():
             continue
-        x = torch.cat(leaves)[chosen.to(leaves[0].device)].cpu()
+        x = torch.cat(alike)[chosen.to(first.device)].cpu()
         for windows in (x[..., None],) if x.ndim == 2 else (x, x.mT):
             shared = _shared(windows)
             if (shared.sum(1) > 1).float().mean() > MOST:

@@ -46,7 +46,7 @@ def test_windows_in_any_order_are_related(form):
     assert torch.equal(overlapping(inputs, some), near(order[some]))
 
 
-@pytest.mark.parametrize("kind", ["floats", "rounded", "codes", "answers", "constant", "copies", "images", "text"])
+@pytest.mark.parametrize("kind", ["floats", "rounded", "codes", "answers", "constant", "copies", "images", "shared"])
 def test_rows_of_a_table_are_not_windows(kind):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(COUNT, T, generator=generator, dtype=F64)
@@ -58,7 +58,7 @@ def test_rows_of_a_table_are_not_windows(kind):
         "constant": torch.ones(COUNT, T),
         "copies": x[torch.arange(COUNT) % 5],
         "images": windows()[:, None, None].expand(-1, 3, T, -1),
-        "text": [["a", "b"]] * COUNT,
+        "shared": {"x": x, "edges": windows()[:40], "phases": torch.complex(windows(), windows())},
     }
     assert torch.equal(overlapping([Inputs(tables[kind])], torch.arange(COUNT)), torch.eye(COUNT, dtype=torch.bool))
 
