@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,18 +10,19 @@ from torch import Tensor
 
 from ..data.inputs import Inputs
 
-SHORTEST = 4  # minimum length T of windows
+GRAIN = 1e-3  # steps are equal if they are equal in this fraction of their standard deviation
+PROBES = 16  # maximum number of places of a pair of rows that are compared
+SURE = 12.0  # decimal logarithm of the number of different rows that the compared places must be able to show
 MOST = 0.5  # rows are windows if more than this fraction of them share values with others
-SOME = 0.05  # minimum fraction of the rows that have equal values at `PROBES` places, for a comparison of whole rows
-PROBES = 8
 
 
 def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
     """Returns whether chosen rows (n,) among all N rows share values with each other or are the same, (n, n).
 
-    A tensor (N, T), (N, T, C) or (N, C, T) among the inputs holds windows if most rows are equal to others that have
-    moved by at most T/2 steps, `x_i[k:] = x_j[:T - k]`, and half of their values differ: codes are no series. Rows may
-    have any order. Cost: time O(n T) for a table without such rows, and O(n T² log n) for windows.
+    A tensor (N, T), (N, T, C) or (N, C, T) among the inputs holds windows if most rows have the steps of other rows,
+    moved by k <= T/2 places, `x_i[t + k + 1] - x_i[t + k] = x_j[t + 1] - x_j[t]`: a window may have lost its own mean.
+    Rows may have any order. Codes and rounded tables are no windows, because few different steps are equal by chance.
+    Cost: time O(n T²), and O(n² T) for windows.
     """
     for place, first in inputs[0].per_sample.items():
         tensors = [part.per_sample.get(place) for part in inputs]
@@ -36,19 +38,27 @@ def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
 
 
 def _shared(x: Tensor) -> Tensor:
-    """Returns whether rows (n, T, C) share values, (n, n)."""
-    count, length = x.shape[:2]
+    """Returns whether rows (n, T, C) share steps, (n, n)."""
+    count, length, channels = x.shape
     shared = torch.eye(count, dtype=torch.bool)
-    several = (x.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1) >= 0.5 * x[0].numel()
-    if length < SHORTEST or several.float().mean() <= MOST:
+    # 1. the steps as whole numbers (n, T - 1, C), and the number of them that must be equal
+    steps = x.double().diff(dim=1)
+    deviation = float(steps.std(correction=0)) if steps.numel() else 0.0
+    if not deviation:
         return shared
-    factors = torch.rand(PROBES, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    codes = (steps / (GRAIN * deviation)).round().long()
+    least = SURE / math.log10(max(2, len(codes.unique())))
+    random = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (PROBES, channels), generator=random)
+    # 2. for each k the rows whose steps are those of another row k places later, by sums that differ for other steps
     for k in range(1, length // 2 + 1):
-        later, earlier = x[:, k:], x[:, : length - k]
-        places = torch.linspace(0, length - k - 1, PROBES).long()
-        sums = [(part[:, places] * factors).sum((1, 2)) for part in (later, earlier)]  # equal for equal rows
-        if torch.isin(*sums).double().mean() >= SOME:
-            ids = torch.cat([later, earlier]).flatten(1).unique(dim=0, return_inverse=True)[1]
-            moved = (ids[:count, None] == ids[count:]) & several[:, None]
+        places = torch.linspace(0, length - 2 - k, PROBES).long().unique()
+        if len(places) * channels < least:
+            break
+        later, earlier = codes[:, k:][:, places], codes[:, places]
+        sums = [(part * factors[: len(places)]).sum((1, 2)) for part in (later, earlier)]
+        if torch.isin(*sums).any():
+            several = (later.flatten(1).sort(1).values.diff(dim=1) != 0).double().mean(1) >= 0.5  # constants are equal
+            moved = (sums[0][:, None] == sums[1]) & several[:, None]
             shared |= moved | moved.T
     return shared
