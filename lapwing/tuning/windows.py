@@ -42,7 +42,7 @@ def _shared(x: Tensor) -> Tensor:
     count, length, channels = x.shape
     shared = torch.eye(count, dtype=torch.bool)
     # 1. the steps as whole numbers (n, T - 1, C), and the number of them that must be equal
-    steps = x.double().diff(dim=1)
+    steps = x.double().nan_to_num(0.0, 0.0, 0.0).diff(dim=1)
     deviation = float(steps.std(correction=0)) if steps.numel() else 0.0
     if not deviation:
         return shared
@@ -51,7 +51,7 @@ def _shared(x: Tensor) -> Tensor:
     random = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (PROBES, channels), generator=random)
     # 2. for each k the rows whose steps are those of another row k places later, by sums that differ for other steps
-    for k in range(1, length // 2 + 1):
+    for k in range(1, min(length // 2, length - 2) + 1):
         places = torch.linspace(0, length - 2 - k, PROBES).long().unique()
         if len(places) * channels < least:
             break

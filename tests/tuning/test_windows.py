@@ -47,7 +47,9 @@ def test_windows_in_any_order_are_related(form):
     assert torch.equal(overlapping(inputs, some), near(order[some]))
 
 
-@pytest.mark.parametrize("kind", ["floats", "rounded", "codes", "answers", "constant", "copies", "images", "shared"])
+@pytest.mark.parametrize(
+    "kind", ["floats", "rounded", "codes", "answers", "constant", "copies", "images", "shared", "short", "holes"]
+)
 def test_rows_of_a_table_are_not_windows(kind):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(COUNT, T, generator=generator, dtype=F64)
@@ -59,6 +61,8 @@ def test_rows_of_a_table_are_not_windows(kind):
         "constant": torch.ones(COUNT, T),
         "copies": x[torch.arange(COUNT) % 5],
         "images": windows()[:, None, None].expand(-1, 3, T, -1),
+        "short": (x[:, :1], x[:, :2], x[:, :3], x[:, :2, None].expand(-1, -1, 50), x[:, None]),
+        "holes": torch.where(x > 1, torch.nan, x),
         "shared": {"x": x, "edges": windows()[:40], "phases": torch.complex(windows(), windows())},
     }
     assert torch.equal(overlapping([Inputs(tables[kind])], torch.arange(COUNT)), torch.eye(COUNT, dtype=torch.bool))
