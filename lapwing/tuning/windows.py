@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..data.inputs import Inputs
 
-GRAIN = 1e-3  # steps are equal if they are equal in this fraction of their standard deviation
-PROBES = 16  # maximum number of places of a pair of rows that are compared
-SURE = 12.0  # decimal logarithm of the number of different rows that the compared places must be able to show
-MOST = 0.5  # rows are windows if more than this fraction of them share values with others
+GRAIN = 1e-3  # steps are rounded to this fraction of their standard deviation, because means were taken off in float32
+PLACES = 16  # maximum number of steps of a row that are compared
+DIGITS = 12.0  # the compared steps must be able to tell 10^DIGITS rows apart
+MOST_ROWS = 0.5  # rows are windows if more than this fraction of them share values with others
 
 
 def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
         x = torch.cat(alike)[chosen.to(first.device)].cpu()
         for windows in (x[..., None],) if x.ndim == 2 else (x, x.mT):
             shared = _shared(windows)
-            if (shared.sum(1) > 1).float().mean() > MOST:
+            if (shared.sum(1) > 1).float().mean() > MOST_ROWS:
                 return shared
     return torch.eye(len(chosen), dtype=torch.bool)
 
@@ -47,12 +47,12 @@ def _shared(x: Tensor) -> Tensor:
     if not deviation:
         return shared
     codes = (steps / (GRAIN * deviation)).round().long()
-    least = SURE / math.log10(max(2, len(codes.unique())))
+    least = DIGITS / math.log10(max(2, len(codes.unique())))
     random = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (PROBES, channels), generator=random)
+    factors = torch.randint(-(2**62), 2**62, (PLACES, channels), generator=random)
     # 2. for each k the rows whose steps are those of another row k places later, by sums that differ for other steps
     for k in range(1, min(length // 2, length - 2) + 1):
-        places = torch.linspace(0, length - 2 - k, PROBES).long().unique()
+        places = torch.linspace(0, length - 2 - k, PLACES).long().unique()
         if len(places) * channels < least:
             break
         later, earlier = codes[:, k:][:, places], codes[:, places]
