@@ -80,7 +80,7 @@ class BoundedEvidence(Tuning):
     backward pass each, 4 random combinations at a position estimate their mean variance. For regressions: a kernel of
     at most 2 000 rows over all trained weights, 500 if a sample has more than 200 outputs, its eigenvalues, and
     predictions of the samples; and for the noise predictions of at most 20 000 samples, or 2 000 for more than 40 000
-    treated weights.
+    treated weights. For counts, censored targets and predicted noise a kernel, too.
 
     Example:
         >>> import torch, lapwing as lw
@@ -104,11 +104,14 @@ class BoundedEvidence(Tuning):
             residual = posterior.likelihood.residual_variance(posterior.statistics)
             assert residual is not None  # of the σ² that is open
             return with_left_out_width(posterior, residual, training, 4 * self.samples)
-        posterior, decided = self._at_prior(posterior, training), posterior.likelihood.left_out_decides
+        decided = posterior.likelihood.left_out_decides
         if decided == "noise":
-            noisier = with_left_out_noise(posterior, training, 4 * self.samples)
-            posterior = posterior if noisier is posterior else self._at_prior(noisier, training)
-        elif decided == "spread":
+            posterior = with_left_out_noise(posterior, training, 4 * self.samples)
+        if has_prior(posterior.covariance) and not posterior.prior.fixed:
+            posterior = at_maximum(posterior)
+            if posterior.noise_variance is None:
+                posterior = self._with_bounded_cost(posterior, training)
+        if decided == "spread":
             posterior = with_left_out_spread(posterior, training, 4 * self.samples)
         return with_noise_of_residuals(posterior, training) if posterior.likelihood.regressions else posterior
 
@@ -120,16 +123,8 @@ class BoundedEvidence(Tuning):
             return max(inputs_read(posterior, 4 * self.samples), rows_wanted(posterior))
         return max(0 if posterior.prior.fixed else number_of_inputs(posterior, self.samples), rows_wanted(posterior))
 
-    def _at_prior(self, posterior: Posterior, training: Training) -> Posterior:
-        """Returns the posterior at the evidence's prior precision, or above it where the spread costs at most b.
-
-        A regression has no bound, and the prior precision of a user stays.
-        """
-        if not has_prior(posterior.covariance) or posterior.prior.fixed:
-            return posterior
-        posterior = at_maximum(posterior)
-        if posterior.noise_variance is not None:
-            return posterior
+    def _with_bounded_cost(self, posterior: Posterior, training: Training) -> Posterior:
+        """Returns the posterior at the smallest prior precision, from its own up, whose spread costs at most b."""
         exponents, lowest = evenly(0.0, self.decades, self.points), posterior.prior.precision
         parts = list(evenly_spaced_batches(training, number_of_inputs(posterior, self.samples), posterior))
         costs, rows = spread_costs([posterior.at(lowest * 10**exponent) for exponent in exponents], parts)

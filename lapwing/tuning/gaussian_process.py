@@ -18,6 +18,7 @@ ROUNDING = 1e-12  # ridge of the equations for the constants, of which some may 
 MAX_EXPLAINED = 0.9  # the weights explain at most this fraction of the targets, of which copies count once
 LARGEST_ROWS = 2**25  # maximum number of entries of the rows of a kernel's root that are read at once
 FAR_VARIANCE = 100.0  # a sample is far from all others if its left-out variance exceeds this many medians
+MOST_LEVERAGE = 0.99  # maximum leverage of a target: a far input decides its own output
 MAX_FAR_PART = 0.1  # far samples are left out of means if they are at most this fraction of all
 
 
@@ -119,8 +120,8 @@ class Process:
 
     @cached_property
     def total(self) -> float:
-        """Σ w, the number of targets."""
-        return float(self.counts.sum())
+        """Σ w, the number of targets; 1 if none is known."""
+        return float(self.counts.sum()) or 1.0
 
     @cached_property
     def unit(self) -> float:
@@ -183,14 +184,14 @@ class Process:
         )  # fmt: skip
 
     def left_out_errors(self) -> tuple[Tensor, Tensor]:
-        """Returns errors `√w e` of targets that are left out (M,), and their differences to those of seen targets (M,).
+        """Returns errors `√w e` of targets that are left out (M,), and the leverages `h = 1 - σ²/V` of these (M,).
 
-        Both are at the δσ² of highest evidence. The difference is `e h` for the leverage `h = 1 - σ²/V`.
+        Both are at the δσ² of highest evidence. The error of a seen target is e (1 - h).
         """
         log10 = self.best()
         spectrum, scale, labels = self.at(log10)
         variances, errors = self._moments(scale * spectrum, labels)
-        return errors, errors * (1 - scale * self.unit * 10**log10 / variances)
+        return errors, (1 - scale * self.unit * 10**log10 / variances).clamp(0.0, MOST_LEVERAGE)
 
     def _moments(self, spectrum: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns variances and errors (M,) of targets that are left out, by C and labels in its eigenbasis."""

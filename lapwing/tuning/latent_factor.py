@@ -20,6 +20,7 @@ from ..methods.temperature_scaling import refined
 from ..posterior import Posterior
 from ..posterior.tuned import Training
 from ..prediction.aim import Aim
+from .evidence import at_maximum
 from .held_out import sample_scores
 from .held_out_choice import surely_better
 from .leave_one_out import left_out_latents
@@ -83,13 +84,17 @@ def with_other_noise(posteriors: Sequence[Posterior], held_out: Data) -> list[Po
 def with_left_out_noise(posterior: Posterior, training: Training, samples: int) -> Posterior:
     """Returns the posterior with the noise of highest likelihood for left-out training targets, or unchanged.
 
-    A network is near its own training targets, so its residuals show too little noise. Cost: a kernel of `samples`
-    training samples, see `leave_one_out`, and predictions of them.
+    A network is near its own training targets, so its residuals show too little noise. Censored targets have the spread
+    of highest evidence; the spread of counts follows from their noise. Cost: a kernel of `samples` training samples, as
+    of `leave_one_out`, and their predictions.
     """
     candidates = [posterior.likelihood, *posterior.likelihood.noise_candidates()]
     if len(candidates) == 1:
         return posterior
-    latent, targets, weights = left_out_latents(posterior, training, samples)
+    open_prior, variance = has_prior(posterior.covariance) and not posterior.prior.fixed, posterior.noise_variance
+    tuned = at_maximum(posterior) if open_prior and variance is not None else posterior
+    latent, targets, weights = left_out_latents(tuned, training, samples)
+    latent = without_spread(latent.mean) if variance is None else latent
     found = candidates[_surely_best(_log_likelihoods([one.predict(latent) for one in candidates], targets), weights)]
     if found is candidates[0]:
         return posterior

@@ -15,6 +15,7 @@ from ..covariance import Latent, has_positions
 from ..covariance.terms import DenseTerm
 from ..data.inputs import Inputs, Samples
 from ..linalg import doubled
+from ..methods.passes import Batch
 from ..network.eager import parameters_of
 from ..posterior import Posterior
 from ..posterior.latents import latent_of_batch
@@ -79,26 +80,33 @@ def leave_one_out(
 
 @torch.no_grad()
 def left_out_latents(posterior: Posterior, training: Training, samples: int) -> tuple[Latent, Tensor, Tensor]:
-    """Returns latents (M, P) of the P outputs of targets that a network has not seen, these (M, 1), and weights (M,).
+    """Returns latents (M, P) of the P outputs of targets that a network has not seen, these, and weights (M,).
 
     The mean of y becomes `f' = f - e h`, for the left-out error e of `leave_one_out` and its leverage h: the network's
     output moves as far as the one of the linearised model does. If the network is nearer to its targets than left-out
     predictions are, in the mean square, it has overfitted, and f' are these: `f' = f + r - e` for its residual r.
 
-    Other outputs, such as log variances, keep their means, and all outputs the posterior's covariance. At most
-    `samples` training samples are read.
+    Other outputs, such as log variances, keep their means, and censored targets their outputs. The covariance is the
+    posterior's at seen inputs; if left-out targets decide a spread with correlations between layers, it is divided by
+    √(1 - h), half the way to unseen inputs on a logarithmic scale. At most `samples` training samples are read.
     """
     samples = min(samples, max(MIN_INPUTS, 2 * MAX_ROWS // posterior.tangent.width))
     parts = list(evenly_spaced_batches(training, samples, posterior))
     process, pairs = _process_of_trained(posterior, parts)
     warn_of_windows(posterior, process.windows)
-    roots = (process.counts / pairs.noise).clamp_min(torch.finfo(pairs.noise.dtype).tiny).sqrt()
-    errors, moved = (part / roots for part in process.left_out_errors())
-    sums = [(roots * part).square().sum() for part in (errors, pairs.residuals + moved)]
-    mean = pairs.outputs - (moved if sums[0] <= sums[1] else errors - pairs.residuals)
-    latent = _latents_of_targets(posterior, parts, pairs.places)
-    latent = replace(latent, mean=torch.cat([mean[:, None], latent.mean[:, 1:]], 1))
-    return latent, pairs.targets[:, None], process.counts
+    roots = (process.counts / pairs.noise).sqrt()
+    errors, leverages = process.left_out_errors()
+    errors = torch.where(roots > 0, errors / roots, 0.0)
+    sums = [(roots * part).square().sum() for part in (errors, pairs.residuals + errors * leverages)]
+    mean = pairs.outputs - (errors * leverages if sums[0] <= sums[1] else errors - pairs.residuals)
+    latent, targets, weights = _rows_of_targets(posterior, parts, pairs.places)
+    mean = torch.cat([mean[:, None], latent.mean[:, 1:]], 1)
+    if posterior.likelihood.left_out_decides == "spread" and posterior.covariance.joins_layers:
+        wider = (1 - leverages).rsqrt()[
+            :, None, None
+        ]  # a factor of the spread counts at unseen inputs, where it is wider
+        latent = Latent(latent.mean, (DenseTerm(wider * latent.covariance),))
+    return replace(latent, mean=mean), targets, weights / process.weight
 
 
 def warn_of_windows(posterior: Posterior, windows: bool) -> None:
@@ -111,18 +119,25 @@ def warn_of_windows(posterior: Posterior, windows: bool) -> None:
         )  # fmt: skip
 
 
-def _latents_of_targets(posterior: Posterior, parts: Sequence[Samples], places: Tensor) -> Latent:
-    """Returns latents (M, P), for indices (M,) of targets among all of the samples; K + k is an output of target k."""
-    tangent, means, covariances = posterior.tangent, [], []
+def _rows_of_targets(posterior: Posterior, parts: Sequence[Samples], places: Tensor) -> tuple[Latent, Tensor, Tensor]:
+    """Returns latents (M, P), targets (M, 1), or (M, 2) for intervals, and sample weights (M,).
+
+    `places` (M,) are indices of targets among those of all samples. Outputs k, K + k, ... belong to target k of K.
+    """
+    tangent, rows = posterior.tangent, []
     count = min(posterior.likelihood.target_shape(tangent.outputs)[0], tangent.outputs)  # K
     for part in parts:
         latent: Any = latent_of_batch(tangent, posterior.covariance, part.inputs, default_way(tangent), False)
         latent = latent.rows if has_positions(latent) else latent
         blocks = doubled(latent.own_covariance).unflatten(-1, (-1, count)).unflatten(-3, (-1, count))
-        means.append(doubled(latent.mean).unflatten(-1, (-1, count)).mT.flatten(0, 1))  # (B K, P)
-        covariances.append(blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, 1).flatten(0, 1))  # (B K, P, P)
-    mean, covariance = (torch.cat(part)[places] for part in (means, covariances))
-    return Latent(mean, (DenseTerm(covariance),))
+        mean = doubled(latent.mean).unflatten(-1, (-1, count)).mT.flatten(0, 1)  # (B K, P)
+        covariance = blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, 1).flatten(0, 1)  # (B K, P, P)
+        known = Batch.of(tangent, part).rows()
+        weights = torch.ones(len(latent.mean)) if known["weights"] is None else known["weights"]
+        weights = doubled(weights).to(mean.device).repeat_interleave(count)
+        rows.append((mean, covariance, known["targets"].to(mean.device).reshape(len(mean), -1), weights))
+    mean, covariance, targets, weights = (torch.cat(part)[places] for part in zip(*rows, strict=True))
+    return Latent(mean, (DenseTerm(covariance),)), targets, weights
 
 
 def _process_of_trained(posterior: Posterior, parts: Sequence[Samples]) -> tuple[Process, TargetPairs]:

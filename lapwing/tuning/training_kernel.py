@@ -26,6 +26,7 @@ log = logging.getLogger("lapwing")
 
 MAX_ROWS = 2000  # maximum number of rows of the kernel: pairs of a sample and an output
 MIN_INPUTS = 20  # minimum number of inputs that are read, however many positions they have
+LEFT_OUT_ROWS = 64  # approximate maximum number of rows of the kernel that are left out with a window of a series
 ROWS_OF_MAPS = 500  # the same if a sample has more than `WIDTH_OUTPUTS` outputs: a pixel adds little to its neighbours
 TABLE = 2**20  # maximum number of entries of inputs that are joined into one batch
 SAME_SAMPLE = 0.98  # minimum cosine between the gradients of two samples that are copies, if their targets are equal
@@ -42,7 +43,6 @@ def most_rows(outputs: int) -> int:
 class TargetPairs(NamedTuple):
     """M pairs of a sample and one of its targets, in float64, (M,) each."""
 
-    targets: Tensor
     outputs: Tensor  # f that predicts the mean of y
     residuals: Tensor
     noise: Tensor  # noise ratio
@@ -89,7 +89,7 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
         for name, value in tangent.mean().items()
     }
     at, places = (samples, turns), (width.cumsum(0) - width)[samples] + turns
-    counts, pairs = every_weight[at], TargetPairs(targets[at], every_output[at], residuals[at], noise[at], places)
+    counts, pairs = every_weight[at], TargetPairs(every_output[at], residuals[at], noise[at], places)
     labels = pairs.residuals + doubled(anchors.inner(offset)[0])
     biased = turns if times == outputs else turns % own  # few rows have the same output at the same position
     # 5. K = JJᵀ (M, M), and the eigenpairs of √w K √w, with w divided by the noise ratio of the output
@@ -103,9 +103,10 @@ def process_of(posterior: Posterior, tangent: Tangent, parts: Sequence[Samples])
     values, vectors = symmetric_eigen(roots[:, None] * gram * roots)
     # 6. A: a column of √w for each output (M, C)
     constants = roots[:, None] * one_hot(biased.unique(return_inverse=True)[1]).to(roots)
+    windows = overlapping([part.inputs for part in parts], chosen, max(8, LEFT_OUT_ROWS // times))
     return Process(
         values, vectors, roots * labels, constants, counts, same, tangent.size, sum(widths) / len(widths) / times,
-        weight, same | overlapping([part.inputs for part in parts], chosen).to(same.device),
+        weight, same | windows.to(same.device),
     ), pairs  # fmt: skip
 
 

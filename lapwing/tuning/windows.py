@@ -16,12 +16,13 @@ DIGITS = 12.0  # the compared steps must be able to tell 10^DIGITS rows apart
 MOST_ROWS = 0.5  # rows are windows if more than this fraction of them share values with others
 
 
-def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
+def overlapping(inputs: Sequence[Inputs], chosen: Tensor, most: int) -> Tensor:
     """Returns whether chosen rows (n,) among all N rows share values with each other or are the same, (n, n).
 
     A tensor (N, T), (N, T, C) or (N, C, T) among the inputs holds windows if most rows have the steps of other rows,
     moved by k <= T/2 places, `x_i[t + k + 1] - x_i[t + k] = x_j[t + 1] - x_j[t]`: a window may have lost its own mean.
-    Rows may have any order. Codes and rounded tables are no windows, because few different steps are equal by chance.
+    Rows may have any order, and are related to at most about `most` rows, those that share most. Codes and rounded
+    tables are no windows, because few different steps are equal by chance.
     Cost: time O(n T²), and O(n² T) for windows.
     """
     for place, first in inputs[0].per_sample.items():
@@ -31,13 +32,13 @@ def overlapping(inputs: Sequence[Inputs], chosen: Tensor) -> Tensor:
             continue
         x = torch.cat(alike)[chosen.to(first.device)].cpu()
         for windows in (x[..., None],) if x.ndim == 2 else (x, x.mT):
-            shared = _shared(windows)
+            shared = _shared(windows, most)
             if (shared.sum(1) > 1).float().mean() > MOST_ROWS:
                 return shared
     return torch.eye(len(chosen), dtype=torch.bool)
 
 
-def _shared(x: Tensor) -> Tensor:
+def _shared(x: Tensor, most: int) -> Tensor:
     """Returns whether rows (n, T, C) share steps, (n, n)."""
     count, length, channels = x.shape
     shared = torch.eye(count, dtype=torch.bool)
@@ -61,4 +62,6 @@ def _shared(x: Tensor) -> Tensor:
             several = (later.flatten(1).sort(1).values.diff(dim=1) != 0).double().mean(1) >= 0.5  # constants are equal
             moved = (sums[0][:, None] == sums[1]) & several[:, None]
             shared |= moved | moved.T
+            if shared.sum() >= most * count:
+                break
     return shared

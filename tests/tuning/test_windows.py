@@ -42,9 +42,9 @@ def test_windows_in_any_order_are_related(form):
     x = x - x.mean(1, keepdim=True) if form == "without means" else x
     whole: Any = {"codes": torch.arange(COUNT), "past": x} if form == "dict" else x
     inputs = [Inputs(part) for part in x.split(17)] if form == "batches" else [Inputs(whole)]
-    assert torch.equal(overlapping(inputs, torch.arange(COUNT)), near(order))
+    assert torch.equal(overlapping(inputs, torch.arange(COUNT), COUNT), near(order))
     some = torch.arange(0, COUNT, 2)
-    assert torch.equal(overlapping(inputs, some), near(order[some]))
+    assert torch.equal(overlapping(inputs, some, COUNT), near(order[some]))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,9 @@ def test_rows_of_a_table_are_not_windows(kind):
         "holes": torch.where(x > 1, torch.nan, x),
         "shared": {"x": x, "edges": windows()[:40], "phases": torch.complex(windows(), windows())},
     }
-    assert torch.equal(overlapping([Inputs(tables[kind])], torch.arange(COUNT)), torch.eye(COUNT, dtype=torch.bool))
+    assert torch.equal(
+        overlapping([Inputs(tables[kind])], torch.arange(COUNT), COUNT), torch.eye(COUNT, dtype=torch.bool)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,8 @@ def test_left_out_windows_are_those_of_the_dense_process(forecaster):
     J = jacobian(model, x).flatten(0, 1)
     kernel = J @ J.T + process.unit * 10**log10 * torch.eye(4 * COUNT, dtype=F64)
     labels = process.vectors @ process.at(log10)[2]
-    related = near(torch.arange(COUNT)).repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert 16 <= process.related.sum(1).double().mean() < 18
+    related = process.related.repeat_interleave(4, 0).repeat_interleave(4, 1)
     for row in range(4 * COUNT):
         others = ~related[row]
         predicted = kernel[row, others] @ torch.linalg.solve(kernel[others][:, others], labels[others])
