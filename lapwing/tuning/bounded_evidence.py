@@ -45,8 +45,9 @@ class BoundedEvidence(Tuning):
     dimensions than there are.
 
     One yes or no, and other likelihoods without one σ², such as `lw.Poisson()`: the same, with `b = γ/(2N)`. By
-    Jensen's inequality a right spread costs no more. The dispersion of counts is first raised to the one of highest
-    likelihood for training counts that are left out, as below, of a Gaussian process of their logarithms.
+    Jensen's inequality a right spread costs no more. Training targets that are left out, as below, decide the
+    dispersion of counts and the noise of censored targets, if it is larger than by residuals, and last a factor of the
+    spread of `HeteroscedasticGaussian`.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of

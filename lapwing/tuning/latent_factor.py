@@ -1,4 +1,4 @@
-"""Numbers for likelihoods without noise variance and logit temperature: a factor by held-out data, and other noise."""
+"""Factors of the spread and other noise, for likelihoods without one open σ²: by held-out or left-out targets."""
 
 from __future__ import annotations
 
@@ -91,10 +91,11 @@ def with_left_out_noise(posterior: Posterior, training: Training, samples: int) 
     candidates = [posterior.likelihood, *posterior.likelihood.noise_candidates()]
     if len(candidates) == 1:
         return posterior
-    open_prior, variance = has_prior(posterior.covariance) and not posterior.prior.fixed, posterior.noise_variance
-    tuned = at_maximum(posterior) if open_prior and variance is not None else posterior
+    counts = posterior.noise_variance is None
+    fixed = counts or posterior.prior.fixed or not has_prior(posterior.covariance)
+    tuned = posterior if fixed else at_maximum(posterior)
     latent, targets, weights = left_out_latents(tuned, training, samples)
-    latent = without_spread(latent.mean) if variance is None else latent
+    latent = without_spread(latent.mean) if counts else latent
     found = candidates[_surely_best(_log_likelihoods([one.predict(latent) for one in candidates], targets), weights)]
     if found is candidates[0]:
         return posterior

@@ -94,18 +94,19 @@ def left_out_latents(posterior: Posterior, training: Training, samples: int) -> 
     parts = list(evenly_spaced_batches(training, samples, posterior))
     process, pairs = _process_of_trained(posterior, parts)
     warn_of_windows(posterior, process.windows)
-    roots = (process.counts / pairs.noise).sqrt()
+    # 1. e and h (M,), with e = 0 for a target that is missing or censored
     errors, leverages = process.left_out_errors()
+    roots = (process.counts / pairs.noise).sqrt()
     errors = torch.where(roots > 0, errors / roots, 0.0)
+    # 2. f' (M,): Σ w e² is compared with Σ w (r + e h)², both relative to the noise
     sums = [(roots * part).square().sum() for part in (errors, pairs.residuals + errors * leverages)]
     mean = pairs.outputs - (errors * leverages if sums[0] <= sums[1] else errors - pairs.residuals)
+    # 3. latents with f' as the mean of y; a factor of the spread also counts at unseen inputs, where a spread with
+    #    correlations between layers is wider
     latent, targets, weights = _rows_of_targets(posterior, parts, pairs.places)
     mean = torch.cat([mean[:, None], latent.mean[:, 1:]], 1)
     if posterior.likelihood.left_out_decides == "spread" and posterior.covariance.joins_layers:
-        wider = (1 - leverages).rsqrt()[
-            :, None, None
-        ]  # a factor of the spread counts at unseen inputs, where it is wider
-        latent = Latent(latent.mean, (DenseTerm(wider * latent.covariance),))
+        latent = Latent(latent.mean, (DenseTerm(latent.covariance / (1 - leverages).sqrt()[:, None, None]),))
     return replace(latent, mean=mean), targets, weights / process.weight
 
 
