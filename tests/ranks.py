@@ -79,6 +79,9 @@ CASES: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     "noise of training residuals": (1, lambda held_out: {
         "likelihood": lw.Gaussian(noise="input"), "tune": lw.BoundedEvidence(samples=4)}),
     "counts": (1, lambda held_out: {"method": lw.KFAC(), "likelihood": lw.Poisson()}),
+    "predicted noise": (1, lambda held_out: {
+        "method": lw.KFAC(), "likelihood": lw.HeteroscedasticGaussian(),
+        "forward": lambda net, x: net(x).repeat(1, 2) - torch.tensor([0.0, 5.0])}),
     "noise and prefixes": (1, lambda held_out: {
         "method": lw.ELLA(5, 20), "likelihood": lw.Gaussian(noise="input"),
         "tune": lw.EarlyStopping(held_out, prefixes=3)}),
