@@ -91,11 +91,9 @@ def with_left_out_noise(posterior: Posterior, training: Training, samples: int) 
     candidates = [posterior.likelihood, *posterior.likelihood.noise_candidates()]
     if len(candidates) == 1:
         return posterior
-    counts = posterior.noise_variance is None
-    fixed = counts or posterior.prior.fixed or not has_prior(posterior.covariance)
-    tuned = posterior if fixed else at_maximum(posterior)
+    settled = posterior.noise_variance is None or posterior.prior.fixed or not has_prior(posterior.covariance)
+    tuned = posterior if settled else at_maximum(posterior)
     latent, targets, weights = left_out_latents(tuned, training, samples)
-    latent = without_spread(latent.mean) if counts else latent
     found = candidates[_surely_best(_log_likelihoods([one.predict(latent) for one in candidates], targets), weights)]
     if found is candidates[0]:
         return posterior

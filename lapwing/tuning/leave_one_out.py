@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..covariance import Latent, has_positions
+from ..covariance import Latent, has_positions, without_spread
 from ..covariance.terms import DenseTerm
 from ..data.inputs import Inputs, Samples
 from ..linalg import doubled
@@ -88,7 +88,8 @@ def left_out_latents(posterior: Posterior, training: Training, samples: int) -> 
 
     Other outputs, such as log variances, keep their means, and censored targets their outputs. The covariance is the
     posterior's at seen inputs; if left-out targets decide a spread with correlations between layers, it is divided by
-    √(1 - h), half the way to unseen inputs on a logarithmic scale. At most `samples` training samples are read.
+    √(1 - h), half the way to unseen inputs on a logarithmic scale. Counts have none: their spread follows from their
+    noise. At most `samples` training samples are read.
     """
     samples = min(samples, max(MIN_INPUTS, 2 * MAX_ROWS // posterior.tangent.width))
     parts = list(evenly_spaced_batches(training, samples, posterior))
@@ -103,9 +104,11 @@ def left_out_latents(posterior: Posterior, training: Training, samples: int) -> 
     mean = pairs.outputs - (errors * leverages if sums[0] <= sums[1] else errors - pairs.residuals)
     # 3. latents with f' as the mean of y; a factor of the spread also counts at unseen inputs, where a spread with
     #    correlations between layers is wider
-    latent, targets, weights = _rows_of_targets(posterior, parts, pairs.places)
+    decided = posterior.likelihood.left_out_decides
+    spread = decided == "spread" or posterior.noise_variance is not None
+    latent, targets, weights = _rows_of_targets(posterior, parts, pairs.places, spread)
     mean = torch.cat([mean[:, None], latent.mean[:, 1:]], 1)
-    if posterior.likelihood.left_out_decides == "spread" and posterior.covariance.joins_layers:
+    if decided == "spread" and posterior.covariance.joins_layers:
         latent = Latent(latent.mean, (DenseTerm(latent.covariance / (1 - leverages).sqrt()[:, None, None]),))
     return replace(latent, mean=mean), targets, weights / process.weight
 
@@ -120,20 +123,27 @@ def warn_of_windows(posterior: Posterior, windows: bool) -> None:
         )  # fmt: skip
 
 
-def _rows_of_targets(posterior: Posterior, parts: Sequence[Samples], places: Tensor) -> tuple[Latent, Tensor, Tensor]:
+def _rows_of_targets(
+    posterior: Posterior, parts: Sequence[Samples], places: Tensor, spread: bool
+) -> tuple[Latent, Tensor, Tensor]:
     """Returns latents (M, P), targets (M, 1), or (M, 2) for intervals, and sample weights (M,).
 
-    `places` (M,) are indices of targets among those of all samples. Outputs k, K + k, ... belong to target k of K.
+    `places` (M,) are indices among the targets of all samples. Outputs k, K + k, ... belong to target k of K. Without
+    `spread` nothing but the network runs.
     """
     tangent, rows = posterior.tangent, []
     count = min(posterior.likelihood.target_shape(tangent.outputs)[0], tangent.outputs)  # K
     for part in parts:
-        latent: Any = latent_of_batch(tangent, posterior.covariance, part.inputs, default_way(tangent), False)
-        latent = latent.rows if has_positions(latent) else latent
-        blocks = doubled(latent.own_covariance).unflatten(-1, (-1, count)).unflatten(-3, (-1, count))
-        mean = doubled(latent.mean).unflatten(-1, (-1, count)).mT.flatten(0, 1)  # (B K, P)
-        covariance = blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, 1).flatten(0, 1)  # (B K, P, P)
         known = Batch.of(tangent, part).rows()
+        latent: Any = without_spread(known["outputs"])
+        if spread:
+            latent = latent_of_batch(tangent, posterior.covariance, part.inputs, default_way(tangent), False)
+            latent = latent.rows if has_positions(latent) else latent
+        mean = doubled(latent.mean).unflatten(-1, (-1, count)).mT.flatten(0, 1)  # (B K, P)
+        covariance = doubled(latent.variance).reshape(-1, 1, 1)
+        if count < tangent.outputs:
+            blocks = doubled(latent.own_covariance).unflatten(-1, (-1, count)).unflatten(-3, (-1, count))
+            covariance = blocks.diagonal(dim1=-3, dim2=-1).movedim(-1, 1).flatten(0, 1)  # (B K, P, P)
         weights = torch.ones(len(latent.mean)) if known["weights"] is None else known["weights"]
         weights = doubled(weights).to(mean.device).repeat_interleave(count)
         rows.append((mean, covariance, known["targets"].to(mean.device).reshape(len(mean), -1), weights))

@@ -22,7 +22,7 @@ def overlapping(inputs: Sequence[Inputs], chosen: Tensor, most: int) -> Tensor:
     A tensor (N, T), (N, T, C) or (N, C, T) among the inputs holds windows if most rows have the steps of other rows,
     moved by k <= T/2 places, `x_i[t + k + 1] - x_i[t + k] = x_j[t + 1] - x_j[t]`: a window may have lost its own mean.
     Rows may have any order, and are related to at most about `most` rows, those that share most. Codes and rounded
-    tables are no windows, because few different steps are equal by chance.
+    tables do not count, because few different steps are equal by chance.
     Cost: time O(n T²), and O(n² T) for windows.
     """
     for place, first in inputs[0].per_sample.items():
@@ -51,7 +51,7 @@ def _shared(x: Tensor, most: int) -> Tensor:
     least = DIGITS / math.log10(max(2, len(codes.unique())))
     random = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (PLACES, channels), generator=random)
-    # 2. for each k the rows whose steps are those of another row k places later, by sums that differ for other steps
+    # 2. for each k the rows that have the steps of another row, k places later: equal steps have equal sums
     for k in range(1, min(length // 2, length - 2) + 1):
         places = torch.linspace(0, length - 2 - k, PLACES).long().unique()
         if len(places) * channels < least:
