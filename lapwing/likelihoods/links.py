@@ -90,7 +90,7 @@ def latent_nodes(latent: AnyLatent, count: int = NORMAL_NODES) -> tuple[Tensor, 
 
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns `m / sqrt(1 + π/8 v)`: MacKay's probit approximation."""
-    return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
+    return mean * variance.mul(math.pi / 8.0).add(1.0).rsqrt()
 
 
 class Link(Options):
@@ -170,7 +170,7 @@ class Probit(ClassLink, BinaryLink):
         elif self.scale == "weighted":
             variance = (mean.softmax(-1) * variance).sum(-1, keepdim=True)
         else:
-            variance = variance.mean(-1, keepdim=True) * mean.shape[-1] / classes
+            variance = variance.sum(-1, keepdim=True) / classes
         # 2. v_c = (C/(C-1))² Var[f_c - mean f], the variance of f_c - mean_{k≠c} f_k
         variance = variance * (classes / (classes - 1).clamp_min(1)).square()
         return torch.log_softmax(probit_logits(mean, variance), -1)

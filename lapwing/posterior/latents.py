@@ -15,7 +15,6 @@ from ..data.frames import Columns, as_inputs, with_tensors
 from ..data.inputs import Inputs, Samples
 from ..data.progress import show_progress, tracked
 from ..errors import LapwingError, shown
-from ..network.entry import outside_modes
 from ..prediction import Scaled, Uncertain, Way
 from ..prediction.linearized import default_way
 from ..prediction.uncertain import prepared
@@ -41,8 +40,8 @@ def latents_of(
     x = as_inputs(x, tangent.model, posterior.columns)
 
     def one(batch: Any) -> tuple[AnyLatent, Tensor | None]:
-        latent = latent_of_batch(tangent, posterior.covariance, batch, via, joint).with_checks()
-        return latent, None if layer is None else _features(tangent, layer, batch)
+        features = None if layer is None else features_at(tangent, layer, prepared(batch, tangent.device).certain)
+        return latent_of_batch(tangent, posterior.covariance, batch, via, joint).with_checks(), features
 
     if not batches.is_loader(x):
         return [one(x)]
@@ -63,11 +62,6 @@ def _checked(posterior: Posterior, via: Way) -> Way:
                 "the same factor for all logits of a classifier."
             )
     return way
-
-
-@outside_modes
-def _features(tangent: Tangent, layer: str, inputs: Any) -> Tensor:
-    return features_at(tangent, layer, prepared(inputs, tangent.device).certain)
 
 
 def _joined(every: Iterable[tuple[AnyLatent, Tensor | None]], loader: Any) -> list[tuple[AnyLatent, Tensor | None]]:
@@ -112,7 +106,6 @@ def _inputs_of(batch: Any, network: Any) -> Any:
     return batch if isinstance(batch, Uncertain) else batches.inputs_of(with_tensors(batch, network))
 
 
-@outside_modes
 def latent_of_batch(tangent: Tangent, covariance: Covariance, inputs: Any, via: Way, joint: bool) -> AnyLatent:
     """Returns the latent distribution of the outputs for one batch, which need not be finite."""
     several = tangent.positions.several

@@ -20,7 +20,7 @@ from ..likelihoods import Likelihood, Link, P
 from ..linalg import check_draws, check_range
 from ..methods.prior import Prior
 from ..methods.problem import Scale
-from ..network.entry import full_precision, outside_modes
+from ..network.entry import outside_modes
 from ..network.stamp import Stamp
 from ..options import SEED, Rule, check_argument, instance_of, positive
 from ..prediction import Aim, Quantity, Scaled, Way
@@ -307,7 +307,7 @@ class Posterior(Displayed, Generic[P]):
         latents: Any = [latent for latent, _ in parts]
         return latents[0] if len(latents) == 1 else latents
 
-    @full_precision
+    @outside_modes
     @memory_errors("The prediction", SMALLER_PREDICTION)
     def predict(
         self,
