@@ -170,7 +170,7 @@ class Probit(ClassLink, BinaryLink):
         elif self.scale == "weighted":
             variance = (mean.softmax(-1) * variance).sum(-1, keepdim=True)
         else:
-            variance = variance.sum(-1, keepdim=True) / classes
+            variance = variance.mean(-1, keepdim=True) * mean.shape[-1] / classes
         # 2. v_c = (C/(C-1))² Var[f_c - mean f], the variance of f_c - mean_{k≠c} f_k
         variance = variance * (classes / (classes - 1).clamp_min(1)).square()
         return torch.log_softmax(probit_logits(mean, variance), -1)

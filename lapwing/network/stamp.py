@@ -28,7 +28,7 @@ from .gate import check_layers
 SAMPLED, WHOLE = 8, 64
 """Number of entries of a large tensor that a stamp keeps, evenly spaced, and maximum number of which it keeps all."""
 
-MEMORY = Tensor.data_ptr, Tensor.stride
+MEMORY = Tensor.data_ptr, Tensor.stride, Tensor.is_neg, Tensor.is_conj
 """Functions that say where and how a tensor is stored."""
 
 VALUES = methodcaller("values")  # of dicts, and of what a scripted module has instead
