@@ -14,6 +14,7 @@ from lapwing.tuning import Training
 from lapwing.tuning.leave_one_out import left_out_latents
 from lapwing.tuning.training_kernel import process_of
 from tests.oracle import jacobian
+from tests.refilling import Refilling
 from tests.trained import train
 
 F64 = torch.float64
@@ -141,7 +142,8 @@ def test_order_batches_and_rows_without_weight_do_not_matter(name):
     assert factor(wanted) > 1
     order = torch.randperm(120, generator=torch.Generator().manual_seed(0))
     batches = list(zip(x[order].split(50), y[order].split(50), strict=True))
-    assert factor(lw.fit(model, batches, likelihood=likelihood)) == pytest.approx(factor(wanted), rel=1e-9)
+    for loader in (batches, Refilling(batches)):
+        assert factor(lw.fit(model, loader, likelihood=likelihood)) == pytest.approx(factor(wanted), rel=1e-9)
     more = torch.cat([x, x + 1]), torch.cat([y, 50 + y]), torch.ones(240).index_fill(0, torch.arange(120, 240), 0)
     weighted = lw.fit(model, [more], likelihood=likelihood, sample_weights=True)
     assert factor(weighted) == pytest.approx(factor(wanted), rel=1e-9)
