@@ -66,15 +66,6 @@ def writer(data: Texts, epochs: int) -> Any:
     return descend(GPT2LMHeadModel(config), data, epochs, 3e-3)
 
 
-def adapted(model: nn.Module, data: Texts, epochs: int) -> nn.Module:
-    """Returns the language model with trained adapters."""
-    torch.manual_seed(SEED)
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
-    return descend(get_peft_model(model, lora), data, epochs, 5e-3)
-
-
 class TrainingFree(nn.Module):
     """Training-free Bayesianization (arXiv 2412.05723): the mean prediction of draws of the low-rank factors.
 
@@ -121,6 +112,8 @@ class TrainingFree(nn.Module):
 
 def scored(share: float) -> dict[str, dict[str, float]]:
     """Trains, adapts and scores."""
+    from peft import LoraConfig, get_peft_model
+
     news, films = arrays("text_agnews"), arrays("text_sst2")
     frequent = Counter("".join(news["text_train"][:2000]).lower()).most_common(CHARACTERS - 1)
     numbers = {character: 1 + i for i, (character, _) in enumerate(frequent)}
@@ -128,7 +121,9 @@ def scored(share: float) -> dict[str, dict[str, float]]:
     data = windows(films["text_train"], numbers, 150)
     held_out = windows(films["text_val"], numbers, 20)
     test = windows(films["text_test"], numbers, int(40 * share))
-    model = adapted(copy.deepcopy(base), data, math.ceil(20 * share))
+    torch.manual_seed(SEED)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    model = descend(get_peft_model(copy.deepcopy(base), lora), data, math.ceil(20 * share), 5e-3)
     candidates: dict[str, Any] = {
         "before LoRA": base,
         "network alone": model,

@@ -130,14 +130,6 @@ def networks(rounds: int) -> list[Network]:
     ]  # fmt: skip
 
 
-def split(network: Network) -> Table:
-    """Returns standardised training and test rows of the network."""
-    x, y = TABLES[network.table]()
-    count = min(network.rows, int(0.7 * len(x)))
-    order = random_rows(x, len(x), network.seed)[: count + TESTED]
-    return standardised(network.table, x[order], y[order], count, count, "")
-
-
 def trained(network: Network, data: Part) -> nn.Module:
     """Trains the network by Adam on the mean squared error."""
     steps = torch.Generator().manual_seed(network.seed)
@@ -174,7 +166,10 @@ def scores(model: nn.Module, table: Table, tune: lw.Tuning | None) -> dict[str, 
 
 def study(network: Network, number: int) -> dict[str, Any]:
     """Trains one network and fits it; returns its row."""
-    table = split(network)
+    x, y = TABLES[network.table]()
+    count = min(network.rows, int(0.7 * len(x)))
+    order = random_rows(x, len(x), network.seed)[: count + TESTED]
+    table = standardised(network.table, x[order], y[order], count, count, "")
     model = trained(network, table.train)
 
     def error(part: Part) -> float:

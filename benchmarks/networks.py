@@ -187,11 +187,6 @@ def networks() -> dict[str, Network]:
     return of_torch() | of_torchvision() | of_timm() | of_transformers()
 
 
-def built(name: str, network: Network) -> nn.Module:
-    torch.manual_seed(0)
-    return network[1]().eval()
-
-
 def gradients(model: nn.Module, x: Any, names: list[str]) -> Iterator[Tensor]:
     """Yields the gradients (C, P) of each sample's outputs, by autograd, the parameters in the order of the names.
 
@@ -230,7 +225,8 @@ def error(model: nn.Module, inputs: Inputs) -> float:
 def measured(name: str, network: Network) -> dict[str, Any]:
     """Returns the row of one network."""
     library, _, inputs = network
-    model = built(name, network)
+    torch.manual_seed(0)
+    model = network[1]().eval()
     with torch.no_grad():  # norms see other weights than ones, so that a wrong one shows
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)

@@ -503,11 +503,6 @@ def ratio(rows: Seeds, base: Seeds, score: str) -> float | None:
     return compared(rows, base, lambda row, other: row[score] / other[score], score)
 
 
-def mean_coverage(rows: Seeds) -> float:
-    """Returns the mean coverage over seeds."""
-    return fmean(row["coverage"] for row in rows.values())
-
-
 def mean_quarters(rows: Seeds) -> list[float]:
     """Returns the mean coverage over seeds of each quarter; an empty list without quarters."""
     return [fmean(values) for values in zip(*(row["quarters"] for row in rows.values() if "quarters" in row))]  # noqa: B905
@@ -535,7 +530,8 @@ COLUMNS = {
 def cells(of: Mapping[str, Seeds], base: Mapping[str, Seeds]) -> dict[str, str]:
     """Returns column -> medians of a method over tables; "seconds" are of training and fit together."""
     pairs = [(rows, base.get(name, {})) for name, rows in of.items()]
-    gains, cover = [gain(*pair) for pair in pairs], [mean_coverage(rows) for rows in of.values()]
+    gains = [gain(*pair) for pair in pairs]
+    cover = [fmean(row["coverage"] for row in rows.values()) for rows in of.values()]
     quarters = [part for rows in of.values() if (part := mean_quarters(rows))]
     even = sum(all(_inside(value, QUARTER_INSIDE) for value in part) for part in quarters)
     seconds = {

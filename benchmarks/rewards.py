@@ -103,16 +103,12 @@ def run(seed: int) -> dict[str, Any]:
                 mean, *doubting = (
                     sum(of_chosen(*part, number, beta) for part in parts) / PROMPTS for beta in (None, *BETAS)
                 )
-                row[f"{kind}, {number}"] = {"mean": mean, "best": sum(of_best(t, number) for _, t in parts) / PROMPTS}
+                best = torch.stack([group.max() for _, true in parts for group in true.split(number)])
+                row[f"{kind}, {number}"] = {"mean": mean, "best": float(best.double().mean())}
                 for beta, value in zip(BETAS, doubting, strict=True):
                     row[f"{kind}, {number}, {name}, {beta}"] = value - mean
     print(seed, row, flush=True)
     return row
-
-
-def of_best(true: Tensor, number: int) -> float:
-    """Returns the mean of the largest gold reward of each group of n."""
-    return float(torch.stack([part.max() for part in true.split(number)]).double().mean())
 
 
 def parts() -> dict[str, Callable[[], Any]]:

@@ -199,9 +199,5 @@ def _is_known(match: re.Match[str], values: Sequence[float]) -> bool:
     else:
         half = 0.5 * 10.0 ** -len(match[1].partition(".")[2]) * (1 + 1e-9)
     units = [10.0**power, 10.0 ** (power - 2)] if match[3] else [10.0**power]
-    return any(_has(values, (number - half) * unit, (number + half) * unit) for unit in units)
-
-
-def _has(values: Sequence[float], low: float, high: float) -> bool:
-    at = bisect.bisect_left(values, low)
-    return at < len(values) and values[at] <= high
+    places = [(bisect.bisect_left(values, (number - half) * unit), (number + half) * unit) for unit in units]
+    return any(at < len(values) and values[at] <= high for at, high in places)

@@ -87,8 +87,9 @@ def recompute(
             Path(place).parent.mkdir(parents=True, exist_ok=True)
         experiment.__file__ = places["new"]
         try:
-            found = experiment.run(**getattr(experiment, "FAST", {}))
-            results.write(places["new"], found, results.made(places["new"]) or results.record(_seeds(experiment)))
+            fast = getattr(experiment, "FAST", {})
+            found = experiment.run(**fast)
+            results.write(places["new"], found, results.made(places["new"]) or results.record(fast.get("seeds", (0,))))
             old, made = results.read(own), results.made(own)
             if "runs" in found:
                 old.pop("table")
@@ -102,10 +103,6 @@ def recompute(
             experiment.__file__ = own
         report(f"{file}: {time.perf_counter() - start:.0f} s")
     return states
-
-
-def _seeds(experiment: ModuleType) -> Sequence[int]:
-    return getattr(experiment, "FAST", {}).get("seeds", (0,))
 
 
 def differences(entry: ledger.Entry, folder: Path) -> list[str]:

@@ -30,18 +30,9 @@ def _onnx() -> Any:
     return lw.deploy(posterior, x, via=lw.Linearized()).to_onnx("never.onnx", x)
 
 
-def _compare() -> Any:
+def _compare(**foreign: torch.Tensor) -> Any:
     posterior, x, y = _posterior()
-    return lw.compare({"KFAC": posterior}, [(x, y)], repeats=1)
-
-
-def _foreign() -> Any:
-    posterior, x, y = _posterior()
-    return lw.compare({"KFAC": posterior}, [(x, y)], {"far": 9 * x}, repeats=1)
-
-
-def _report() -> Any:
-    return _compare().report("never.html")
+    return lw.compare({"KFAC": posterior}, [(x, y)], foreign, repeats=1)
 
 
 def _adapter(module: str) -> Any:
@@ -55,9 +46,9 @@ ADAPTERS = {
 """Module of lapwing.integrations, which is also the extra -> the package that it needs."""
 
 USES: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "compare": (_foreign, "sklearn", "eval"),
+    "compare": (lambda: _compare(far=9 * torch.randn(30, 3)), "sklearn", "eval"),
     "to_pandas": (lambda: lw.evaluation.Comparison((), {}).to_pandas(), "pandas", "eval"),
-    "report": (_report, "jinja2", "eval"),
+    "report": (lambda: _compare().report("never.html"), "jinja2", "eval"),
     "auroc": (lambda: metrics.auroc(torch.rand(3), torch.rand(3)), "sklearn", "eval"),
     "bands": (lambda: plots.bands(torch.rand(3), (torch.rand(3), torch.rand(3))), "matplotlib", "eval"),
     "onnx": (_onnx, "onnx", "export"),

@@ -275,20 +275,16 @@ def test_class_probabilities_do_not_lose_digits_to_the_shift_of_all_logits(metho
     torch.testing.assert_close(deployed, wanted, rtol=0, atol=2e-5)
 
 
-def head_at_positions(mean: bool) -> nn.Module:
-    """A text classifier: its last layer gives logits at every position, and the last position or their mean counts."""
-    logits = lambda net, x: net.head(net.body(x).tanh())  # noqa: E731
-    together = lambda net, x: logits(net, x).mean(1) if mean else logits(net, x)[:, -1]  # noqa: E731
-    return Net(together, body=nn.Linear(4, 6), head=nn.Linear(6, 3, bias=False))
-
-
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("method", [lw.KFAC(), lw.EKFAC(), lw.Diagonal()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("params", [lw.last_layer, lw.everything], ids=["last layer", "everything"])
 def test_a_head_at_positions_keeps_the_digits_of_differences_of_logits(params, method: lw.Method, mean: bool) -> None:
     """The variance of a shift of all logits has more digits here than float32."""
-    model, x = head_at_positions(mean), torch.randn(40, 5, 4)
-    labels = torch.randint(3, (40,))
+    # a text classifier: its last layer gives logits at every position, and the last position or their mean counts
+    logits = lambda net, x: net.head(net.body(x).tanh())  # noqa: E731
+    together = lambda net, x: logits(net, x).mean(1) if mean else logits(net, x)[:, -1]  # noqa: E731
+    model = Net(together, body=nn.Linear(4, 6), head=nn.Linear(6, 3, bias=False))
+    x, labels = torch.randn(40, 5, 4), torch.randint(3, (40,))
     options = {"params": params, "prior_precision": 1e-7, "tune": None}
     single = lw.fit(model, [(x, labels)], method, **options)
     precise = lw.fit(copy.deepcopy(model).double(), [(x.double(), labels)], method, **options)

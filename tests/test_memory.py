@@ -53,7 +53,6 @@ def beside(live: LiveBytes, returned: Any) -> float:
 )
 def test_fits_and_predictions_stay_within_twice_the_budget(name: str, method: lw.Method, way: Way) -> None:
     make, shape = NETWORKS[name]
-    torch.manual_seed(0)
     model, samples = make(), 1000 if name == "mlp" else 200
     data = [(torch.randn(samples, *shape), torch.randint(10, (samples,)))]
     params = lw.last_layer if isinstance(method, lw.Full) else lw.everything

@@ -46,15 +46,12 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(kind, item.name, id=f"{kind.__name__}-{item.name}")
 
 
-def needed(kind: Any) -> dict[str, Any]:
-    return {item.name: NAMES[item.name] for item in fields(kind) if options._is_required(item)}
-
-
 @pytest.mark.parametrize(("kind", "name"), list(cases()))
 def test_every_option_refuses_what_it_does_not_accept(kind: Any, name: str) -> None:
+    needed = {item.name: NAMES[item.name] for item in fields(kind) if options._is_required(item)}
     for wrong in (Wrong(), "Wrong", math.nan, torch.zeros(3), np.zeros(3), 10**400, -1.5):
         try:
-            kind(**{**needed(kind), name: wrong})
+            kind(**{**needed, name: wrong})
         except lw.LapwingError as error:
             message = str(error)
             assert f"({name}=" in message

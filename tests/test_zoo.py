@@ -25,17 +25,6 @@ def _hessian(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     return torch.func.jacrev(torch.func.jacrev(function))(at)
 
 
-def _direction(model: nn.Module, seed: int) -> Tensor:
-    """Random unit direction over the parameters, zero on padding rows, which take no gradient by convention: (P,)."""
-    names = oracle.unique_parameter_names(model)
-    direction = torch.randn(len(oracle.flat_parameters(model)), generator=torch.Generator().manual_seed(seed)).double()
-    for name, where in oracle.parameter_slices(model, names).items():
-        module = oracle.uncompiled(model).get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            direction[where].view_as(module.weight)[module.padding_idx] = 0
-    return direction / direction.norm()
-
-
 def _moved_outputs(case: Case, x: Any, step: Tensor) -> Tensor:
     """Compute the outputs of a fresh model whose parameters moved by a step (P,), without `functional_call`."""
     model = case.build()
@@ -54,7 +43,13 @@ def test_jacobian_agrees_with_central_differences(case: Case) -> None:
     before = oracle.flat_parameters(model)
     J = oracle.jacobian(model, x)
     assert J.shape == (B, case.outputs, len(before))
-    direction, step = _direction(model, 7), 1e-5
+    # a random unit direction, zero on padding rows, which take no gradient by convention: (P,)
+    direction, step = torch.randn(len(before), generator=torch.Generator().manual_seed(7)).double(), 1e-5
+    for name, where in oracle.parameter_slices(model, oracle.unique_parameter_names(model)).items():
+        module = oracle.uncompiled(model).get_submodule(name.rpartition(".")[0])
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            direction[where].view_as(module.weight)[module.padding_idx] = 0
+    direction /= direction.norm()
     difference = (_moved_outputs(case, x, step * direction) - _moved_outputs(case, x, -step * direction)) / (2 * step)
     derivative = J @ direction  # (B, C)
     assert (derivative - difference).norm() < 1e-5 * difference.norm()

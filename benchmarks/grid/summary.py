@@ -145,7 +145,8 @@ def aims(rows: Sequence[Row]) -> list[Row]:
 
 def _each(aim: str, rows: Sequence[Row], share: float, excess: Callable[[Row], float]) -> Row:
     """Returns an aim that so large a share of the cells has to meet: where the excess is 0 or less."""
-    misses = {_name(row): excess(row) for row in rows if not excess(row) <= 0.0}
+    far = [row for row in rows if not excess(row) <= 0.0]
+    misses = {row["cell"] + (f" {row['seed']}" if row["seed"] else ""): excess(row) for row in far}
     return _judged(aim if share == 1.0 else f"{aim}, in {100 * share:.0f} % of the cells", misses, len(rows), share)
 
 
@@ -159,7 +160,3 @@ def _mean(aim: str, rows: Sequence[Row], excess: Callable[[list[Row]], float]) -
 def _judged(aim: str, misses: dict[str, float], count: int, share: float) -> Row:
     worst = dict(sorted(misses.items(), key=lambda miss: -miss[1]))
     return {"aim": aim, "met": count - len(misses) >= share * count, "of": count, "misses": worst}
-
-
-def _name(row: Row) -> str:
-    return row["cell"] if row["seed"] == 0 else f"{row['cell']} {row['seed']}"

@@ -65,12 +65,10 @@ def rounded(number: float, digits: int = 2) -> str:
 
 
 def of_scores(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """Returns the tables of tasks with rows of scores."""
-    return {task: _of_scores(rows) for task, rows in results.items()}
-
-
-def _of_scores(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a table with the columns that some row has."""
-    columns = [column for column in SCORES if any(column in row for row in rows.values())]
-    return grid(columns, {name: [format(row[c], SCORES[c]) if c in row else "" for c in columns]
-                          for name, row in rows.items()})  # fmt: skip
+    """Returns the tables of tasks with rows of scores; a table has the columns that some row has."""
+    found = {}
+    for task, rows in results.items():
+        columns = [column for column in SCORES if any(column in row for row in rows.values())]
+        found[task] = grid(columns, {name: [format(row[c], SCORES[c]) if c in row else "" for c in columns]
+                                     for name, row in rows.items()})  # fmt: skip
+    return found

@@ -75,7 +75,8 @@ def run(
         features = once(partial(corrupted_features, setup, severity, images))
         seen = once(lambda severity=severity: contracted_by(whole(), corrupted(severity, images)))  # type: ignore[misc]
         add(f"severity {severity}", partial(_scored, images), features, seen)
-    features, seen = once(lambda: clean_and_foreign(setup())), once(lambda: clean_and_foreign_contracted(whole()))
+    features = once(lambda: clean_and_foreign(setup()))
+    seen = once(lambda: (whole().test, contracted_by(whole(), fashion_as_cifar(CONFIDENT))))
     add("confidence", _confident, features, seen)
     rows.facts["gains of ELLA"] = gains(rows.all()["table"])
     return rows.all()
@@ -181,11 +182,6 @@ def clean_and_foreign(setup: LastLayer) -> tuple[Tensor, Tensor]:
     """Returns the features of the first test images, and of as many of Fashion-MNIST."""
     foreign = kept_tensors("resnet20_foreign", lambda: {"features": setup.trunk(fashion_as_cifar(2000))})["features"]
     return joined(setup.test)[0][:CONFIDENT], foreign[:CONFIDENT]
-
-
-def clean_and_foreign_contracted(whole: Whole) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns what the posteriors of all weights need of the first test images, and of as many of Fashion-MNIST."""
-    return whole.test, contracted_by(whole, fashion_as_cifar(CONFIDENT))
 
 
 def _confident(predict: Predict, parts: tuple[Any, Any]) -> dict[str, dict[str, float]]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lapwing as lw
 from papers.common.data import batched, images
@@ -18,22 +17,17 @@ __all__ = ["draw", "run"]
 
 
 def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
-    """Returns the trace of each way by s."""
+    """Returns the trace of each way by s, of random training images and with random test images as X."""
     ways = ("low rank, KFAC", "low rank, diagonal", "low rank, prior", "subset, magnitude", "subset, diagonal")
-    runs = []
+    runs, data = [], images("cifar10")
     for seed in seeds:
-        task, inputs = resnet_task(seed)
+        generator = torch.Generator().manual_seed(seed)
+        picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
+        task = Task(cifar_resnet20(), batched(*data.train(picked[:500])), 50_000, lw.Categorical())
+        inputs = {"test": data.test(chosen[:50])}
         runs.append(compare_subspaces(task, inputs, (10, 30, 100), 1.0, seed, ways, exact=False)["test"])
         print(seed, runs[-1], flush=True)
     return {"tasks": {"ResNet-20": averaged(runs)}}
-
-
-def resnet_task(seed: int) -> tuple[Task, dict[str, tuple[Tensor, Tensor]]]:
-    """Returns the trained network with random training images, and random test images as X."""
-    data, generator = images("cifar10"), torch.Generator().manual_seed(seed)
-    picked, chosen = (torch.randperm(len(x), generator=generator) for x in (data.x_train, data.x_test))
-    task = Task(cifar_resnet20(), batched(*data.train(picked[:500])), 50_000, lw.Categorical())
-    return task, {"test": data.test(chosen[:50])}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +30,12 @@ def run(seeds: Sequence[int] = range(5)) -> dict[str, Any]:
     """
     rows = Rows(__file__, {"grid": GRID[:, 0].tolist(), "gaps": GAPS})
     for seed in seeds:
-        _add(rows, seed)
+        task = once(partial(Toy, seed))
+        rows.add(f"seed {seed}", "LLA", lambda task: task().own_row(), task)
+        for name, chosen in methods().items():
+            rows.add(f"seed {seed}", name, lambda task, seed, *chosen: task().row(*chosen, seed), task, seed, *chosen)
     rows.facts["KL(LLA || method)"] = {name: from_lla(rows.runs, name) for name in methods()}
     return rows.all()
-
-
-def _add(rows: Rows, seed: int) -> None:
-    task = once(lambda: Toy(seed))
-    rows.add(f"seed {seed}", "LLA", lambda: task().own_row())
-    for name, chosen in methods().items():
-        rows.add(f"seed {seed}", name, lambda *chosen: task().row(*chosen, seed), *chosen)
 
 
 GRID = torch.linspace(-9, 9, 181).double()[:, None]

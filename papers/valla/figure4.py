@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -246,12 +246,6 @@ def draw(results: Mapping[str, Any]) -> None:
     drawing.save(figure, __file__)
 
 
-def _row(table: Mapping[str, Any], path: Sequence[str]) -> Any:
-    for part in path:
-        table = table.get(part, {})
-    return table
-
-
 ROWS = {
     "network, noise of the training residuals": ("network", "MAP"),
     "network, noise tuned on validation data": ("network", "MAP, noise tuned"),
@@ -271,7 +265,10 @@ ROWS = {
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Returns NLL, CQM and CRPS of each table, and NLL in units beside the paper's on its larger tables."""
     of = results["table"]
-    found = {row: [_row(of[name], path) for name in TABLES] for row, path in ROWS.items()}
+    found = {
+        row: [reduce(lambda scores, part: scores.get(part, {}), path, of[name]) for name in TABLES]
+        for row, path in ROWS.items()
+    }
     columns = list(SHORT.values())
     nll = {row: [shown(scores["nll"]) for scores in cells] for row, cells in found.items()}
     quality = {row: [f"{shown(c['cqm'])}; {c['crps']['mean']:.3g}" for c in cells] for row, cells in found.items()}

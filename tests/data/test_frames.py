@@ -218,7 +218,6 @@ def test_columns_of_a_frame_are_found_by_name(reloaded: Any) -> None:
     pd = pytest.importorskip("pandas")
     generator = np.random.default_rng(0)
     x, y = pd.DataFrame(generator.normal(size=(40, 3)), columns=["a", "b", "c"]), generator.normal(size=(40, 1))
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).eval()
     posterior = lw.fit(model, (x, y), lw.Full(), prior_precision=1.0)
     variance = posterior.latent(x).variance

@@ -221,17 +221,13 @@ WAYS_IN = {
 }  # fmt: skip
 
 
-def elsewhere(*columns: Tensor) -> list[tuple[Tensor, ...]]:
-    return CUDA.put(fresh(*columns))
-
-
 @pytest.mark.quick(15)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("y", [Y, REAL], ids=["classes", "real"])
 @pytest.mark.parametrize("way_in", WAYS_IN)
 def test_a_loader_that_fills_the_same_tensors_or_is_elsewhere_gives_what_a_list_gives(way_in: str, y: Tensor) -> None:
     wanted = WAYS_IN[way_in](fresh, y)
-    for kind, place in ((refilling, nullcontext()), (elsewhere, CUDA)):
+    for kind, place in ((refilling, nullcontext()), (lambda *columns: CUDA.put(fresh(*columns)), CUDA)):
         torch.manual_seed(0)
         with place:
             found = WAYS_IN[way_in](kind, y)

@@ -15,17 +15,12 @@ from tests.trained import minimised
 from tests.zoo import ZOO
 
 
-def linear_problem() -> tuple[Tensor, Tensor, dict[str, Any]]:
-    torch.manual_seed(0)
-    x = torch.randn(40, 3, dtype=torch.float64)
-    y = x @ torch.randn(3, 2, dtype=torch.float64) + 0.3 * torch.randn(40, 2, dtype=torch.float64)
-    return x, y, {"likelihood": lw.Gaussian(0.09), "prior_precision": 2.0}
-
-
 @pytest.mark.parametrize("method", [lw.Full(form="primal"), lw.Full(form="dual"), lw.KFAC()], ids=str)
 def test_one_half_after_the_other_is_both_at_once(method: lw.Method) -> None:
     """Conjugate Bayesian linear regression: mean and covariance. KFAC is exact with one layer and equal noises."""
-    x, y, options = linear_problem()
+    x = torch.randn(40, 3, dtype=torch.float64)
+    y = x @ torch.randn(3, 2, dtype=torch.float64) + 0.3 * torch.randn(40, 2, dtype=torch.float64)
+    options: Any = {"likelihood": lw.Gaussian(0.09), "prior_precision": 2.0}
 
     def loss(model: nn.Module, part: slice) -> Tensor:
         return (model(x[part]) - y[part]).square().sum() / (2 * 0.09)

@@ -129,17 +129,12 @@ def test_missing_targets_do_not_count():
     assert bool(logs.isfinite().all())
 
 
-def tokens(seed: int) -> nn.Module:
-    """A layer with outputs (B, T, C)."""
-    torch.manual_seed(seed)
-    return nn.Linear(4, 3).double().eval()
-
-
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_positions_keep_their_shape(kind):
     x = torch.randn(12, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = x[..., :3].argmax(-1) if kind == "categorical" else x[..., :3]
-    each = [lw.fit(tokens(k), (x, y), lw.KFAC(), likelihood=kind, prior_precision=1.0) for k in range(3)]
+    networks = [nn.Linear(4, 3).double().eval() for _ in range(3)]
+    each = [lw.fit(model, (x, y), lw.KFAC(), likelihood=kind, prior_precision=1.0) for model in networks]
     prediction, parts = lw.mixture(each, (x, y)).predict(x), [member.predict(x) for member in each]
     assert prediction.log_prob(y).shape == (12, 5)
     if kind == "categorical":

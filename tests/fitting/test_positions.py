@@ -436,7 +436,6 @@ def test_some_positions_are_not_a_column_of_the_map(sizes, params):
 @pytest.mark.parametrize("tuned", ["held out", "training data"])
 def test_padding_takes_no_place_of_positions_that_count(tuned):
     """Of many positions some are scored: those whose labels count."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
     model[2].weight.data *= 8  # overconfident
     x, y, probabilities = torch.randn(24, 10, 3), torch.randint(3, (24, 10)), []

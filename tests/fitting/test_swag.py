@@ -71,17 +71,6 @@ def wander(model: nn.Module, count: int, size: float = 0.05) -> list[dict[str, T
     return states
 
 
-def dense_swag(states: list[dict[str, Tensor]], names: list[str], rank: int, scale: float = 0.5) -> tuple[Any, Any]:
-    """The mean and Σ by the formulas of the paper, in numpy, parameters in the order of names."""
-    flat = np.stack([np.concatenate([s[n].double().numpy().ravel() for n in names]) for s in states])  # (T, P)
-    sigma = np.diag(flat.var(0))
-    if rank:
-        running = np.cumsum(flat, 0) / np.arange(1, len(flat) + 1)[:, None]
-        D = (flat - running)[-rank:]
-        sigma = sigma + D.T @ D / (len(D) - 1)
-    return flat.mean(0), scale * sigma
-
-
 def test_small_moves_of_large_weights_keep_their_digits():
     """In float32, moves of 1e-6 of a weight: E[θ²] - E[θ]² has no digit left, the collector nearly all."""
     model = nn.Linear(400, 1, bias=False)
@@ -110,22 +99,23 @@ def posterior_of(problem: Setup, states: list[Any], rank: int = 4, **options: An
     return SWAG.from_snapshots(collector, **given)
 
 
-def columns(posterior: lw.Posterior) -> tuple[list[str], Tensor]:
-    """Parameter names of the oracle's order, and where each weight of the blocks is in it."""
-    blocks = posterior.tangent.blocks
-    return [name for block in blocks for name in block.parameters], block_columns(blocks, posterior.tangent.model)
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "rank"), [*((name, 4) for name in NETWORKS), ("tied", 20), ("tied", 0)])
 def test_posterior_equals_dense_formulas(name, rank):
     problem = Setup(ZOO[name], lw.everything)
     states = wander(oracle.uncompiled(problem.model), 6)
     posterior = posterior_of(problem, states, rank, batch_norm="keep")
-    names, order = columns(posterior)
-    mean, sigma = dense_swag(states, names, rank)
-    mean, sigma = torch.from_numpy(mean)[order], torch.from_numpy(sigma)[order][:, order]
-    close(join_blocks(posterior.tangent.blocks, posterior.tangent.mean()), mean, 1e-12)
+    blocks = posterior.tangent.blocks
+    names, order = [name for block in blocks for name in block.parameters], block_columns(blocks, problem.model)
+    # the mean and Σ by the formulas of the paper, in numpy
+    flat = np.stack([np.concatenate([s[n].double().numpy().ravel() for n in names]) for s in states])  # (T, P)
+    sigma = np.diag(flat.var(0))
+    if rank:
+        running = np.cumsum(flat, 0) / np.arange(1, len(flat) + 1)[:, None]
+        D = (flat - running)[-rank:]
+        sigma = sigma + D.T @ D / (len(D) - 1)
+    mean, sigma = torch.from_numpy(flat.mean(0))[order], torch.from_numpy(0.5 * sigma)[order][:, order]
+    close(join_blocks(blocks, posterior.tangent.mean()), mean, 1e-12)
     close(posterior.covariance.to_dense(), sigma)
 
     average = problem.case.build()

@@ -140,12 +140,6 @@ def test_networks_of_several_outputs_are_refused():
         LaplaceCalculator(pairs(), lambda positions, atoms: positions[None])
 
 
-def neighbours() -> nn.Module:
-    """A sum over distances, with a factor that makes far ones unimportant."""
-    near = lambda net, d: (net.pair(d[..., None]) * torch.exp(-d.square())[..., None]).sum(1)  # noqa: E731
-    return Net(near, pair=nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double())
-
-
 def with_images(positions: Tensor, atoms: Any, cell: Tensor) -> Tensor:
     """Distances to all atoms of the cell and the 26 cells around it, (1, M)."""
     shifts = torch.cartesian_prod(*3 * [torch.arange(-1.0, 2)]).to(cell) @ cell
@@ -172,7 +166,9 @@ def distances_in(atoms: Any) -> Tensor:
 @cache
 def crystal_posterior() -> tuple[lw.Posterior, Tensor]:
     torch.manual_seed(0)
-    x, model = torch.cat([distances_in(atoms) for atoms in crystals(30)]), neighbours().eval()
+    near = lambda net, d: (net.pair(d[..., None]) * torch.exp(-d.square())[..., None]).sum(1)  # noqa: E731
+    model = Net(near, pair=nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()).eval()
+    x = torch.cat([distances_in(atoms) for atoms in crystals(30)])
     y = model(x).detach() + 0.1 * torch.randn(30, 1).double()
     return lw.fit(model, (x, y), lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.01)), x
 

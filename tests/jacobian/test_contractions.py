@@ -335,7 +335,6 @@ def tied_networks() -> dict:
 
 @pytest.mark.parametrize("name", tied_networks())
 def test_a_tied_table_forms_no_rows_for_sums_of_squares(name, monkeypatch):
-    torch.manual_seed(0)
     parts = {"table": torch.nn.Parameter(torch.randn(6, 4)), "hidden": torch.nn.Linear(4, 4)}
     model = Net(tied_networks()[name], **parts).double().eval()
     x, other = torch.randint(6, (7, 3)), torch.randint(6, (3, 3))

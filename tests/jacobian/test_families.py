@@ -45,7 +45,6 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize("name", ["tokens", "images"])
 def test_an_exported_program_has_the_layers_of_its_network(name: str) -> None:
-    torch.manual_seed(0)
     model, x = {
         "tokens": lambda: (Attending(), torch.randint(20, (40, 7))),
         "images": lambda: (nn.Sequential(*CONVOLUTIONS), torch.randn(40, 1, 6, 6)),

@@ -136,7 +136,6 @@ def test_without_a_reader_the_layers_are_generic() -> None:
 
 def test_uses_that_cannot_be_joined_are_summed() -> None:
     """The sum of two uses has the products of their joined positions, as KFAC's expand form has them."""
-    torch.manual_seed(0)
     first, second = (Outer(torch.randn(3, 4).double(), torch.randn(3, 2, 5).double(), 5) for _ in range(2))
     uses, joined = SumOfUses([first, second]), first.plus([second])
     inputs, outputs = (torch.linalg.qr(torch.randn(1, n, n).double())[0] for n in (4, 5))

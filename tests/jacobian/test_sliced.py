@@ -192,7 +192,6 @@ class Text(nn.Module):
 @pytest.mark.parametrize("power", [24, 25])
 def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
     """400 outputs at 1024 positions: one sample's gradients are 225 MiB, 14 times the smallest budget."""
-    torch.manual_seed(0)
     model, x = Text(400, 32).eval(), torch.randint(7, (2, 1024))
     tangent = tn.Tangent.survey(model, x, EVERY, memory=2**power)
     assert tangent.bytes_per_sample() > 20 * tangent.memory
@@ -222,7 +221,6 @@ def test_the_peak_of_many_outputs_at_many_positions(power: int) -> None:
 @pytest.mark.parametrize("positions", [4, pytest.param(64, marks=SLOW)])
 def test_the_peak_of_many_outputs_of_a_wide_layer(positions: int) -> None:
     """Its rows (100 MiB) are formed in parts. With 4 positions the gradients fit, and slices of rows must fit, too."""
-    torch.manual_seed(0)
     wide = lambda net, x: net.head(torch.tanh(net.mix(x)).mean(1))  # noqa: E731
     model = Net(wide, mix=nn.Linear(256, 256), head=nn.Linear(256, 400)).eval()
     x = torch.randn(1, positions, 256)

@@ -35,12 +35,6 @@ NETWORKS = (
 )  # fmt: skip
 
 
-def with_boxes_of(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Every strip has at most `most` positions, for any budget."""
-    for module in (strips, norm):
-        monkeypatch.setattr(module, "boxes", lambda grid, _: boxes(grid, most))
-
-
 @pytest.mark.parametrize("grid", [(), (1,), (7,), (3, 4), (2, 3, 5), (0,), (3, 0)])
 @pytest.mark.parametrize("most", [0, 1, 5, 100])
 def test_boxes_cover_the_grid_once(grid: tuple[int, ...], most: int) -> None:
@@ -85,7 +79,8 @@ def test_contractions_by_strips(name: str, most: int, monkeypatch: pytest.Monkey
         whole = tangent.record(x, cotangents)
         wholes = {block.name: whole[block.name] for block in tangent.blocks}
         with monkeypatch.context() as patch:
-            with_boxes_of(patch, most)
+            for module in (strips, norm):
+                patch.setattr(module, "boxes", lambda grid, _: boxes(grid, most))
             record, second = tangent.record(x, cotangents), tangent.record(other)
             cut = 0
             for block, wanted, their_rows in zip(tangent.blocks, rows.split(columns, -1), theirs, strict=True):
@@ -138,7 +133,6 @@ def test_posteriors_with_a_budget_below_one_sample(
     name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fits and predictions of one sample at a time, with room for 600 numbers, against the oracle and all at once."""
-    torch.manual_seed(0)
     make, inputs = LARGE[name]
     model, x = make().double().eval(), inputs()
     data = [(x[:1], torch.tensor([1])), (x[1:2], torch.tensor([0]))]
@@ -164,7 +158,6 @@ def test_posteriors_with_a_budget_below_one_sample(
 @pytest.mark.parametrize("name", LARGE)
 def test_one_output_and_derivatives_in_the_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C = 1 by strips; a record that is differentiable in its inputs has all positions in one strip."""
-    torch.manual_seed(0)
     make, inputs = LARGE[name]
     model, x = make().double().eval(), inputs()[:1]
     tangent = tn.Tangent.survey(model, x, EVERY)
@@ -249,7 +242,6 @@ def contractions(block: tn.Block, jacobian: tn.BlockJacobian) -> dict[str, Calla
 )
 def test_the_peak_of_one_large_sample(name: str, power: int, caplog: pytest.LogCaptureFixture) -> None:
     """Each contraction for one output builds less than twice the budget, without activations and their gradients."""
-    torch.manual_seed(0)
     make, inputs = HUGE[name]
     model, x = make().eval(), inputs()
     with caplog.at_level("WARNING", "lapwing"):
@@ -281,7 +273,6 @@ def test_the_peak_of_a_posterior_of_one_large_sample(
     name: str, method: lw.Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In addition to the network's own forward pass and backward pass of one output, without the survey."""
-    torch.manual_seed(0)
     make, inputs = HUGE[name]
     model, x = make().eval(), inputs()
     surveyed = tn.Tangent.survey(model, x, EVERY, memory=2**24)
@@ -312,7 +303,6 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_lazy_patches_equal_the_patches(name, step):
     """Products with a basis are convolutions; everything else forms the patches."""
-    torch.manual_seed(0)
     make, shape = HEADS[name]
     layer, x = make().double(), torch.randn(3, *shape, dtype=torch.float64)
     out = layer(x)

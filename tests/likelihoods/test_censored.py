@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import nn
 
 import lapwing as lw
 from lapwing.covariance import Latent
@@ -24,12 +24,7 @@ Y = X[:, 0] + 0.5 * torch.randn(80, generator=SEED, dtype=F64)
 END = torch.randn(80, generator=SEED, dtype=F64) + 0.5
 
 
-def ends(y: Tensor, end: Tensor) -> Tensor:
-    """Right-censored targets."""
-    return torch.stack([y.minimum(end), torch.where(y > end, torch.inf, y)], 1)
-
-
-KNOWN = ends(Y, END)
+KNOWN = torch.stack([Y.minimum(END), torch.where(Y > END, torch.inf, Y)], 1)  # right-censored targets
 CASES = torch.tensor(
     [[0.3, 0.3], [0.2, torch.inf], [-torch.inf, -0.4], [0.1, 0.9], [7, torch.inf], [-9, -8.5], [-torch.inf, torch.inf]],
     dtype=F64,

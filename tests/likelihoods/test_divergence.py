@@ -8,6 +8,8 @@ import warnings
 import pytest
 import torch
 
+from lapwing.covariance import Latent
+from lapwing.covariance.terms import DenseTerm
 from lapwing.likelihoods import (
     Bernoulli,
     Categorical,
@@ -32,23 +34,6 @@ def grid(mean: torch.Tensor, covariance: torch.Tensor, points: int) -> tuple[tor
     z = torch.cartesian_prod(*[axis] * size).reshape(-1, size)
     weights = torch.exp(-0.5 * z.square().sum(-1)) * ((axis[1] - axis[0]) / math.sqrt(2 * math.pi)) ** size
     return mean + z @ torch.linalg.cholesky(covariance).T, weights
-
-
-def integrated(likelihood, mean, covariance, targets, alpha, points) -> torch.Tensor:
-    """``1/α log ∫ p(y|f)^α N(f) df``, or ``∫ log p(y|f) N(f) df``, one input at a time, (B,)."""
-    values = []
-    for m, k, y in zip(mean, covariance, targets, strict=True):
-        f, weights = grid(m, k, points)
-        logs = likelihood.log_prob(f, y.expand(len(f), *y.shape))
-        values.append((weights * logs).sum() if alpha == 0 else (weights * (alpha * logs).exp()).sum().log() / alpha)
-    return torch.stack(values)
-
-
-def without_shift(mean, covariance) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits less the last one, (B, C - 1): all that a softmax sees."""
-    size = mean.shape[1]
-    H = torch.cat([torch.eye(size - 1, dtype=F64), -torch.ones(size - 1, 1, dtype=F64)], 1)
-    return mean @ H.T, H @ covariance @ H.T
 
 
 class Shifted(Categorical):
@@ -82,8 +67,15 @@ def test_power_means_are_integrals(case, alpha, scale):
     latent = random_latent(size=size, scale=0.3 * scale if case == "poisson" else scale)
     mean, covariance, integrand = latent.mean, latent.covariance, likelihood
     if targets.ndim == 1:
-        (mean, covariance), integrand = without_shift(mean, covariance), Shifted()
-    wanted = integrated(integrand, mean, covariance, targets, alpha, 4001 if mean.shape[1] == 1 else 301)
+        # logits less the last one, (B, C - 1): all that a softmax sees
+        H = torch.cat([torch.eye(size - 1, dtype=F64), -torch.ones(size - 1, 1, dtype=F64)], 1)
+        mean, covariance, integrand = mean @ H.T, H @ covariance @ H.T, Shifted()
+    values = []  # ``1/α log ∫ p(y|f)^α N(f) df``, or ``∫ log p(y|f) N(f) df``, one input at a time
+    for m, k, y in zip(mean, covariance, targets, strict=True):
+        f, weights = grid(m, k, 4001 if mean.shape[1] == 1 else 301)
+        logs = integrand.log_prob(f, y.expand(len(f), *y.shape))
+        values.append((weights * logs).sum() if alpha == 0 else (weights * (alpha * logs).exp()).sum().log() / alpha)
+    wanted = torch.stack(values)
     if case == "two labels" and alpha == 0:  # exact, since it sees no correlation
         link, tolerance = None, 1e-7
     found = likelihood.log_power_mean(latent.mean, latent.covariance, targets, alpha, link=link)
@@ -95,7 +87,8 @@ def test_link_of_a_prediction_at_one():
     latent, labels = random_latent(batch=4, size=3), torch.tensor([0, 1, 2, 0])
     for link in (Probit(), Probit(scale="marginal"), LaplaceBridge()):
         found = Categorical().log_power_mean(latent.mean, latent.covariance, labels, 1.0, link=link)
-        torch.testing.assert_close(found, link_of(latent, link, labels))
+        dense = Latent(latent.mean, (DenseTerm(latent.covariance),))
+        torch.testing.assert_close(found, Categorical().predict(dense, link).log_prob(labels))
     gaussian = Gaussian(0.3)
     density = gaussian.predict(latent).log_prob(latent.mean + 1)
     found = gaussian.log_power_mean(latent.mean, latent.covariance, latent.mean + 1, 1.0)
@@ -104,13 +97,6 @@ def test_link_of_a_prediction_at_one():
     answers = torch.tensor([1, 0, 1, 1])
     found = Bernoulli().log_power_mean(one.mean, one.covariance, answers, 1.0, link=Quadrature(64))
     torch.testing.assert_close(found, Bernoulli().predict(one, Quadrature(64)).log_prob(answers), rtol=0, atol=1e-9)
-
-
-def link_of(latent, link, labels):
-    from lapwing.covariance import Latent
-    from lapwing.covariance.terms import DenseTerm
-
-    return Categorical().predict(Latent(latent.mean, (DenseTerm(latent.covariance),)), link).log_prob(labels)
 
 
 CASES = {

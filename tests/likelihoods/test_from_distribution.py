@@ -329,7 +329,6 @@ BY_FORMULA = {
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_a_prediction_of_one_input_is_that_of_any_batch(name):
     function, size = BY_FORMULA[name]
-    torch.manual_seed(0)
     model, x = nn.Linear(3, size).double().eval(), torch.randn(30, 3, dtype=F64)
     y = function(model(x)).sample()
     posterior = lw.fit(model, (x, y), likelihood=lw.FromDistribution(function), prior_precision=1.0)
@@ -567,7 +566,6 @@ def test_a_tuning_takes_fewer_points_and_no_moments_of_each_candidate() -> None:
             evaluated.append(torch.broadcast_shapes(value.shape, self.loc.shape).numel())
             return super().log_prob(value)
 
-    torch.manual_seed(0)
     x, y, model = torch.randn(30, 2), torch.randn(30), nn.Linear(2, 2).eval()
     likelihood = lw.FromDistribution(lambda f: Noted(f[..., 0], f[..., 1].exp()))
     posterior = lw.fit(model, (x, y), lw.Full(), likelihood=likelihood, prior_precision=1.0)

@@ -141,24 +141,18 @@ def test_a_sigmoid_at_the_end_is_warned_of_once(outputs: int, caplog: pytest.Log
     assert not [r for r in caplog.records if "like probabilities" in r.getMessage()]
 
 
-def _answers() -> tuple[nn.Linear, Tensor, Tensor]:
-    """The logits of a network of one output, its inputs and answers that it fits."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 2, generator=generator)
-    model = nn.Linear(2, 1).eval()
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[4.0, -3.0]]))
-        model.bias.zero_()
-        return model, x, torch.rand(200, 1, generator=generator) < model(x).sigmoid()
-
-
 class _Percent(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         return 100 * (logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1))
 
 
 def test_probabilities_of_answers_are_warned_of_if_they_fit_better(caplog: pytest.LogCaptureFixture) -> None:
-    model, x, y = _answers()
+    generator = torch.Generator().manual_seed(0)
+    x, model = torch.randn(200, 2, generator=generator), nn.Linear(2, 1).eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[4.0, -3.0]]))
+        model.bias.zero_()
+        y = torch.rand(200, 1, generator=generator) < model(x).sigmoid()  # answers that the network fits
     sigmoid, percent = nn.Sequential(model, nn.Sigmoid()).eval(), nn.Sequential(model, _Percent()).eval()
     for network, line in ((sigmoid, "model(inputs).logit()"), (percent, "(model(inputs) / 100).logit()")):
         caplog.clear()

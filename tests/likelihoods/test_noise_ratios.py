@@ -153,15 +153,6 @@ def test_intervals_in_every_unit_hold_their_level():
             assert 0.83 < float(part) < 0.96
 
 
-def residuals_of(*parts):
-    """Statistics of the outputs of a network, by their residuals and targets."""
-    found = {}
-    for c, (residual, targets) in enumerate(parts):
-        targets = torch.tensor(targets, dtype=F64)[:, None]
-        found[c] = lw.Gaussian(missing=True).statistics(targets - residual, targets)
-    return found
-
-
 SPREAD = [-1.0, 1.0] * 50  # 100 targets of variance 1
 
 
@@ -179,7 +170,11 @@ SPREAD = [-1.0, 1.0] * 50  # 100 targets of variance 1
     ],
 )
 def test_which_residuals_show_other_noise(parts, wanted):
-    found = lw.Gaussian().with_residuals(residuals_of(*parts)).noise_ratios
+    statistics = {}
+    for c, (residual, targets) in enumerate(parts):
+        y = torch.tensor(targets, dtype=F64)[:, None]
+        statistics[c] = lw.Gaussian(missing=True).statistics(y - residual, y)
+    found = lw.Gaussian().with_residuals(statistics).noise_ratios
     if wanted is None:
         assert found is None
     else:

@@ -41,14 +41,10 @@ def latent_of(kind, size=2, batch=3):
     }[kind]()
 
 
-def ratios_of(latent):
-    """A ratio for each input and output."""
-    return torch.linspace(0.2, 3.0, latent.mean.numel(), dtype=F64).reshape(latent.mean.shape)
-
-
 def prediction_of(kind="dense", df=4.0, size=2, missing=False, batch=3):
     latent = latent_of(kind, size, batch)
-    return RegressionPrediction(latent, NOISE, missing, ratios_of(latent), df)
+    ratios = torch.linspace(0.2, 3.0, latent.mean.numel(), dtype=F64).reshape(latent.mean.shape)
+    return RegressionPrediction(latent, NOISE, missing, ratios, df)
 
 
 # ---- the mixture of 16 normals

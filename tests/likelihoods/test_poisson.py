@@ -234,7 +234,6 @@ def test_intervals_of_dispersed_counts_cover_and_the_mean_stays(held_out, tmp_pa
 @pytest.mark.parametrize("rows", [20, 200])
 def test_an_update_has_the_dispersion_of_all_counts(likelihood, rows, tmp_path):
     """The first rows have small rates, whose counts nearly are Poisson counts."""
-    torch.manual_seed(0)
     model, x = nn.Linear(1, 1).double().eval(), torch.linspace(-1, 1, 400).double()[:, None]
     model.weight.data, model.bias.data = torch.tensor([[2.5]]).double(), torch.tensor([2.0]).double()
     y = torch.poisson(model(x).exp().detach() * dist.Gamma(2.0, 2.0).sample(x.shape))

@@ -77,16 +77,8 @@ def power_mean(case: str, alpha: Any, *noise: float, **options: Any) -> torch.Te
     return likelihood.log_power_mean(latent.mean, latent.covariance, targets(3), alpha, *noise, **options)
 
 
-def with_an_infinite_logit(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(model(x), (0, 1), value=math.inf)
-
-
 def transformed(function: Any) -> Any:
     return Gaussian(0.2).predict(LATENT).transformed(function)
-
-
-def of_counts() -> MixturePrediction:
-    return MixturePrediction(dist.Independent(dist.Poisson(torch.ones(4, 5, 2)), 1))
 
 
 def held_out(joint: lw.Joint, **unknown: torch.Tensor) -> lw.Posterior:
@@ -164,7 +156,8 @@ REFUSED = [
      "link=lw.Probit()"),
     (lambda: Categorical().predict(LATENT).mutual_information(draws=0), "draws=0"),
     (lambda: Bernoulli().predict(LATENT).mutual_information(8), "nodes=8"),
-    (lambda: fit(torch.arange(9) % 3, None, forward=with_an_infinite_logit), "NaN or infinite"),
+    (lambda: fit(torch.arange(9) % 3, None, forward=lambda net, x: nn.functional.pad(net(x), (0, 1), value=math.inf)),
+     "NaN or infinite"),
     # power means
     *((lambda case=case, alpha=alpha: power_mean(case, alpha), "finite alpha of at least 0, not alpha=")
       for case in POWER_MEANS for alpha in (-0.1, math.inf, NAN, True, "1")),
@@ -176,7 +169,8 @@ REFUSED = [
      "alpha=0.5 with link=Probit(scale='mean'). Write link=lw.SampledLink()"),
     # predictions in other units, and mixtures
     (lambda: Poisson().predict(LATENT).scaled(0, 2), "CountPrediction predicts counts"),
-    (lambda: of_counts().scaled(0, 2), "MixturePrediction predicts counts"),
+    (lambda: MixturePrediction(dist.Independent(dist.Poisson(torch.ones(4, 5, 2)), 1)).scaled(0, 2),
+     "MixturePrediction predicts counts"),
     *((lambda wrong=wrong: Gaussian(0.3).predict(LATENT).scaled(wrong, 1.0), "The mean of scaled() is  … of shape (2,)")
       for wrong in (torch.ones(3), "a", NAN, torch.ones(4, 2))),
     (lambda: Gaussian(0.3).predict(LATENT).scaled(0.0, [1.0, 0.0]), "not positive"),

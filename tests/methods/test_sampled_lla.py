@@ -40,16 +40,12 @@ def draws_of(fitted: lw.Posterior) -> Tensor:
     return together(fitted.covariance.draws)
 
 
-def unit_root(problem: Setup) -> Tensor:
-    """R (N, C, R) at unit noise."""
-    return problem.likelihood.fisher_root(problem.f)
-
-
 def right_hand_sides(
     problem: Setup, count: int, delta: Tensor, scale: float, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """Returns `√s Σ_n J_nᵀ R_n ε_n + Δ^(1/2) ε₀` (S, P) by a loop, for the library's ε."""
-    root, data = unit_root(problem), torch.zeros(count, len(problem.theta), dtype=torch.float64)
+    root = problem.likelihood.fisher_root(problem.f)  # R (N, C, R) at unit noise
+    data = torch.zeros(count, len(problem.theta), dtype=torch.float64)
     for n, (J, R) in enumerate(zip(problem.J, root, strict=True)):
         noise = torch.randn((R.shape[1], count), generator=generator_at(seed, n, DATA), dtype=torch.float64)
         data += (R @ noise).T @ J
@@ -381,17 +377,12 @@ def test_em_at_the_linearised_mode(name):
     assert len(draws_of(fitted)) == 300
 
 
-def features(problem: Setup) -> Tensor:
-    """g (P,), with mean 1 over weights that have curvature and those that have none."""
-    ratio = problem.G.diagonal() / problem.G.diagonal().mean()
-    return torch.where(ratio > 1e-6, ratio, 1.0)
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn_bn_inplace", "embedding_bag_of_tokens"])
 def test_g_prior_is_isotropic_over_scaled_features(name):
     problem = setup(name)  # tokens that never occur have no curvature
-    g = features(problem)
+    ratio = problem.G.diagonal() / problem.G.diagonal().mean()
+    g = torch.where(ratio > 1e-6, ratio, 1.0)  # with mean 1 over weights that have curvature and those that have none
     assert (g == 1).any() == (name == "embedding_bag_of_tokens")
     fitted = problem.fit(lw.SampledLLA(4, EXACTLY, prior="g"), tune=None)
     close(draws_of(fitted), solved(problem, 4, 2.0 * g), 1e-8)

@@ -22,11 +22,6 @@ def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))[: method.size].sort().values
 
 
-def curvature_of(problem: Setup, places: Tensor) -> Tensor:
-    """G of some of the points, noise included."""
-    return oracle.ggn(problem.J[places], problem.fisher[places])
-
-
 def alone(problem: Setup, places: Tensor, method: lw.Method | None = None, **options: object) -> lw.Posterior:
     """A method fitted to these points only."""
     loader = cut(oracle.take(problem.x, places), problem.y[places], (len(places),))
@@ -38,7 +33,8 @@ class SubsetConformance(MethodConformance):
 
     def sigma(self, problem, G, delta, fitted):
         factor = float(G.trace() / problem.G.trace())
-        return oracle.laplace_covariance(factor * curvature_of(problem, places_of(self.method, problem.samples)), delta)
+        places = places_of(self.method, problem.samples)
+        return oracle.laplace_covariance(factor * oracle.ggn(problem.J[places], problem.fisher[places]), delta)
 
 
 class TestSubset(SubsetConformance):

@@ -15,11 +15,6 @@ from tests.methods.test_methods import MethodConformance, OnFewNetworks
 from tests.zoo import ZOO
 
 
-def scores(problem: Setup, by: str, G: Tensor, delta: Tensor) -> Tensor:
-    """Scores (P,), of which the chosen weights have the largest."""
-    return problem.theta.abs() if by == "magnitude" else 1 / (G.diagonal() + delta)
-
-
 def assert_largest(picked: Tensor, values: Tensor) -> None:
     """Asserts that K different weights are those of the K largest values, up to rounding between equals."""
     assert len(picked.unique()) == len(picked)
@@ -37,7 +32,8 @@ class SubsetConformance(MethodConformance):
         picked = fitted.covariance.basis.picked
         assert len(picked) == self.method.size
         if self.method.by != "random":
-            assert_largest(picked, scores(problem, self.method.by, G, problem.expand(fitted.prior.precision)))
+            precision = G.diagonal() + problem.expand(fitted.prior.precision)
+            assert_largest(picked, problem.theta.abs() if self.method.by == "magnitude" else 1 / precision)
         V = torch.eye(len(G)).double()[picked]
         return subspace_covariance(V, G, delta, self.method.residual == "prior")
 
@@ -124,15 +120,11 @@ def test_by_a_posterior(name):
 # --- the basis -------------------------------------------------------------------------------------------------------
 
 
-def basis_of(problem: Setup, seed: int = 0, size: int = 13) -> CoordinateBasis:
-    picked = torch.randperm(len(problem.theta), generator=torch.Generator().manual_seed(seed))[:size]
-    return CoordinateBasis(problem.blocks, picked, torch.float64)
-
-
 @pytest.mark.parametrize("name", ["mlp", "grouped_strided_conv", "prelu", "tied", "embedding_bag_of_tokens"])
 def test_basis_equals_identity_columns(name):
     problem = setup(name)
-    basis = basis_of(problem)
+    picked = torch.randperm(len(problem.theta), generator=torch.Generator().manual_seed(0))[:13]
+    basis = CoordinateBasis(problem.blocks, picked, torch.float64)
     W = torch.eye(len(problem.theta)).double()[basis.picked]
     close(join_blocks(problem.blocks, basis.rows()), W)
     close(basis.project(problem.tangent.record(problem.test)), problem.J_test @ W.T)

@@ -25,13 +25,6 @@ def norm(matrix: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(matrix, 2)
 
 
-def nystrom_error(J: Tensor, rows: Tensor) -> Tensor:
-    """`‖J P̃ Jᵀ - J Jᵀ‖`, the paper's E'."""
-    V = subspace(rows)
-    outside = J - J @ V.T @ V
-    return norm(outside @ outside.T)
-
-
 # --- ELLA, section 4 -------------------------------------------------------------------------------------------------
 
 
@@ -50,7 +43,9 @@ def test_ella_theorem_1(name, delta):
     bound = max(norm(block) for block in problem.fisher)  # c_Λ
     for count, seed in ((1, 0), (4, 1), (9, 2), (len(J), 3)):
         rows = picked_rows(problem, count, seed)
-        error = nystrom_error(J, rows)
+        V = subspace(rows)
+        outside = J - J @ V.T @ V
+        error = norm(outside @ outside.T)  # `‖J P̃ Jᵀ - J Jᵀ‖`, the paper's E'
         options = {"prior_precision": delta, "seed": seed}
         published = problem.fit(lw.ELLA(count, count), **options).covariance.to_dense()
         assert norm(published - exact) <= (bound * error / delta + 1 + 1e-9) / delta

@@ -15,16 +15,11 @@ from lapwing.methods import Batch
 from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor
 from lapwing.methods.valla.moving_points import divergence
-from lapwing.tangent import Anchors
 from tests import oracle
 from tests.conformance import close, jacobian, problem_of, psd, setup
 from tests.methods.test_valla import points_of, rows_at
 
 MOVING = (lw.AlphaDivergence(steps=4), lw.VariationalBound(steps=4), lw.VariationalBound(4, then=lw.NaturalGradient(3)))
-
-
-def frozen(anchors: Anchors) -> bool:
-    return False
 
 
 # --- pure functions --------------------------------------------------------------------------------------------------
@@ -127,7 +122,7 @@ def test_the_divergence_uses_the_given_link():
 @pytest.fixture
 def still(monkeypatch):
     """Z stays: what is optimised is A."""
-    monkeypatch.setattr(moving_points, "movable", frozen)
+    monkeypatch.setattr(moving_points, "movable", lambda anchors: False)
 
 
 @pytest.mark.slow

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.tangent import Tangent
 from tests.conformance import jacobian
+from tests.network.test_sample_axis import normal
 from tests.refused import refused
 from tests.zoo_modules import Net
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def choice_of(x: Tensor) -> Tensor:

@@ -89,10 +89,6 @@ def _mlp(wrap: Callable[[nn.Linear], nn.Module] = lambda layer: layer) -> nn.Mod
     return nn.Sequential(wrap(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
 
 
-def _vmapped(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.func.vmap(lambda column: x @ column, out_dims=1)(weight.T)
-
-
 def _over_weights(x: Tensor, weight: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: x @ row, in_dims=1, out_dims=1)(weight)
 
@@ -112,7 +108,7 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "scripted": lambda: _mlp(torch.jit.script),
     "frozen and scripted": lambda: _mlp(torch.jit.script).requires_grad_(False),
     "scripted function": lambda: _own(torch.jit.script(_product)),
-    "vmap": lambda: _own(_vmapped),
+    "vmap": lambda: _own(lambda x, weight: torch.func.vmap(lambda column: x @ column, out_dims=1)(weight.T)),
     "vmap over weights": lambda: _own(_over_weights),
     "vmap over frozen weights": lambda: _own(_over_weights).requires_grad_(False),
 }
@@ -200,12 +196,6 @@ def watched(model: nn.Module, layer: nn.Module, x: Tensor) -> Iterator[list[bool
             hook.remove()
 
 
-def _attending() -> tuple[nn.Module, Tensor, Any]:
-    torch.manual_seed(0)
-    x = torch.randn(4, 4).double()
-    return _attention().double().eval(), x, [(x, torch.tensor([0, 1, 2, 0]))]
-
-
 WORK: dict[str, Callable[[nn.Module, Tensor, Any], Any]] = {
     "Monte Carlo": lambda posterior, x, loader: posterior.predict(x, via=lw.MonteCarlo(draws=2)),
     "generic parameters": lambda posterior, x, loader: posterior.latent(x).covariance,
@@ -221,7 +211,8 @@ WORK: dict[str, Callable[[nn.Module, Tensor, Any], Any]] = {
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", WORK)
 def test_other_threads_see_the_trained_network(name: str) -> None:
-    model, x, loader = _attending()
+    x = torch.randn(4, 4).double()
+    model, loader = _attention().double().eval(), [(x, torch.tensor([0, 1, 2, 0]))]
     posterior = lw.fit(model, loader, lw.Diagonal(), params=EVERY, prior_precision=10.0)
     with watched(model, model.head, x) as seen:
         WORK[name](posterior, x, loader)

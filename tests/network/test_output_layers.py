@@ -74,10 +74,6 @@ class Ensemble(nn.Module):
         return torch.vmap(one, (0, None))(list(self.stacked), x).mean(0)
 
 
-def normed(wrap: Callable[..., nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), wrap(nn.Linear(8, 5)))
-
-
 NORMED = {
     "weight norm": (nn.utils.parametrizations.weight_norm, [f"parametrizations.weight.original{i}" for i in (0, 1)]),
     "weight norm, old": (nn.utils.weight_norm, ["weight_g", "weight_v"]),
@@ -155,7 +151,10 @@ TREATED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     ),
 }  # fmt: skip
 TREATED |= {
-    name: (lambda wrap=wrap: normed(wrap), [f"2.{one}" for one in (*made_of, "bias")])
+    name: (
+        lambda wrap=wrap: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), wrap(nn.Linear(8, 5))),
+        [f"2.{one}" for one in (*made_of, "bias")],
+    )
     for name, (wrap, made_of) in NORMED.items()
 }
 

@@ -143,20 +143,12 @@ def in_forward_mode(function: Callable[[Tensor], Any]) -> None:
         function(forward_ad.make_dual(X, torch.ones_like(X)))
 
 
-def of_labels() -> nn.Module:
-    return built(lambda: Net(lambda net, x: net.a(x) @ texts(net.b, ROWS).T, a=tower(), b=encoder()))
-
-
 def adaptive(net: Any, x: Tensor) -> Tensor:
     """An ODE whose steps depend on the largest slope of the batch."""
     steps = 1 + int(10 * net.flow(x).abs().max())
     for _ in range(steps):
         x = x + torch.tanh(net.flow(x)) / steps
     return net.head(x)
-
-
-def on_grid(net: Any, x: Tensor, grid: Tensor) -> Tensor:
-    return net.one(x) @ net.two(grid).T
 
 
 def padded() -> nn.Module:
@@ -240,7 +232,8 @@ REFUSED = [
      REST_OF_BATCH),
     (lambda: fit(Net(lambda net, x: net.head(x.cumsum(0)), head=nn.Linear(4, 3)), X), REST_OF_BATCH),
     (lambda: fit(Net(adaptive, flow=nn.Linear(4, 4), head=nn.Linear(4, 3)), X), f"{REST_OF_BATCH} … adaptive solver"),
-    (lambda: Tangent.survey(Net(on_grid, **ON_GRID).double().eval(), (X, X[:, :1]), EVERY),
+    (lambda: Tangent.survey(
+        Net(lambda net, x, grid: net.one(x) @ net.two(grid).T, **ON_GRID).double().eval(), (X, X[:, :1]), EVERY),
      f"{REST_OF_BATCH} … input that all samples share, such as a grid … let forward= add it"),
     # calls that differ in eval mode
     (lambda: fit(padded(), X), "gives other outputs … if no gradient … TransformerEncoder … set_fastpath_enabled"),
@@ -249,7 +242,8 @@ REFUSED = [
     # buffers, and the last layer
     (lambda: fit(counting(), X), "Net writes calls whenever … self.training … persistent=False"),
     (lambda: lw.coverage(counting(), X.float()), "Net writes calls whenever … self.training … persistent=False"),
-    (lambda: treated(of_labels()), "write params=lw.matching('a.2.*', 'b.a.2.*')"),
+    (lambda: treated(built(lambda: Net(lambda net, x: net.a(x) @ texts(net.b, ROWS).T, a=tower(), b=encoder()))),
+     "write params=lw.matching('a.2.*', 'b.a.2.*')"),
     (lambda: fit(Net(lambda net, x: routed(net, x) * net.gate(x), **WEIGHED), ROUTED[ALIKE], likelihood="categorical"),
      "matching('gate.*', 'experts. … .2.*', 'experts. … .2.*', 'experts. … .2.*', 'experts. … .2.*')"),
     (lambda: lw.fit(nn.LazyLinear(3), (X, Y)), "weight of LazyLinear holds no numbers (not initialised)"),

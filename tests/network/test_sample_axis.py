@@ -216,7 +216,6 @@ def test_known_shapes_cost_no_further_backward_pass(monkeypatch: pytest.MonkeyPa
     looked = []
     ours = lw.network.sample_axis.moved_layer
     monkeypatch.setattr(lw.network.sample_axis, "moved_layer", lambda *a: looked.append(1) or ours(*a))
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double().eval()
     x = normal(6, 1, 4, 4)
     tangent = Tangent.survey(model, x, EVERY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from lapwing.tangent.stored import from_json, to_json
 from papers.common.measure import LiveBytes
 from tests import oracle
 from tests.conformance import jacobian
-from tests.prediction.streamlined_oracle import build
+from tests.prediction.streamlined_oracle import build, surveyed
 from tests.quick import others_slow
 from tests.refused import refused
 from tests.zoo import ZOO
@@ -175,12 +174,6 @@ def test_joint_covariances_by_chunks_as_long_as_what_samples_share() -> None:
         lengths.add(23 % max(1, small.tangent.chunk_length() // 2))
         torch.testing.assert_close(small.latent(batch, joint=True).covariance, wanted.covariance)
     assert 5 in lengths
-
-
-@cache
-def surveyed(name: str) -> Tangent:
-    """A network of the zoo, to be read only: it is surveyed once for all tests."""
-    return Tangent.survey(ZOO[name].build(), ZOO[name].inputs(4, 0), EVERY)
 
 
 @pytest.mark.parametrize("name", others_slow(ZOO))
@@ -397,7 +390,6 @@ def test_a_table_of_positions(name: str, samples: int) -> None:
         rows = join(net.positions(torch.arange(tokens.shape[1])[None]), len(tokens))
         return net.head(torch.tanh(net.tokens(tokens) + rows).mean(1))
 
-    torch.manual_seed(0)
     layers = {"tokens": nn.Embedding(7, 4), "positions": nn.Embedding(6, 4), "head": nn.Linear(4, 3)}
     model = Net(together, **layers).double().eval()
     tangent = Tangent.survey(model, torch.randint(7, (4, 5)), EVERY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -140,23 +141,16 @@ def test_missing_data_say_what_to_set(tmp_path: Path, monkeypatch: pytest.Monkey
     refused(lambda: data.images("imagenet"), "'cifar10'")
 
 
-def evaluate(model: nn.Module, images: data.Images) -> tuple[float, float]:
-    """Return accuracy and NLL on the whole test set."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "name", "accuracy", "loss"),
+    [(networks.mnist_cnn, "mnist", 0.9901, 0.0344), (networks.cifar_resnet20, "cifar10", 0.9173, 0.3727)],
+)
+def test_networks_on_all_test_images(
+    network: Callable, name: str, accuracy: float, loss: float, data_folder: Path
+) -> None:
+    model, images = network(), data.images(name)
     with torch.no_grad():
         logits = torch.cat([model(x) for x in images.x_test.split(500)])
-    right = (logits.argmax(1) == images.y_test).double().mean()
-    return float(right), float(F.cross_entropy(logits, images.y_test))
-
-
-@pytest.mark.slow
-def test_mnist_network(data_folder: Path) -> None:
-    accuracy, loss = evaluate(networks.mnist_cnn(), data.images("mnist"))
-    assert accuracy == pytest.approx(0.9901, abs=5e-5)
-    assert loss == pytest.approx(0.0344, abs=5e-5)
-
-
-@pytest.mark.slow
-def test_cifar_network(data_folder: Path) -> None:
-    accuracy, loss = evaluate(networks.cifar_resnet20(), data.images("cifar10"))
-    assert accuracy == pytest.approx(0.9173, abs=5e-5)
-    assert loss == pytest.approx(0.3727, abs=5e-5)
+    assert float((logits.argmax(1) == images.y_test).double().mean()) == pytest.approx(accuracy, abs=5e-5)
+    assert float(F.cross_entropy(logits, images.y_test)) == pytest.approx(loss, abs=5e-5)

@@ -38,15 +38,11 @@ def drawings(count: int, channels: int, side: int) -> Tensor:
 GREY, COLOUR = drawings(40, 1, 28), drawings(40, 3, 32)
 
 
-def accepted(name: str) -> list[Tensor]:
-    return [COLOUR] if CORRUPTIONS[name].colour else [GREY, COLOUR]
-
-
 class TestEveryCorruption:
     @pytest.mark.quick(6)
     @pytest.mark.parametrize("name", CORRUPTIONS)
     def test_form_and_growth_with_severity(self, name):
-        for images in accepted(name):
+        for images in [COLOUR] if CORRUPTIONS[name].colour else [GREY, COLOUR]:
             before, distances = images.clone(), []
             for severity in SEVERITIES:
                 found = corrupt(images, name, severity, seed=3)

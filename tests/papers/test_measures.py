@@ -23,11 +23,6 @@ def psd(*shape: int, rank: int | None = None) -> Tensor:
     return factor @ factor.mT / size
 
 
-def random_regression() -> tuple[Tensor, Tensor, Tensor]:
-    mean, std = torch.randn(60, dtype=torch.float64), torch.rand(60, dtype=torch.float64) + 0.1
-    return mean, std, mean + 1.7 * std * torch.randn(60, dtype=torch.float64)
-
-
 class TestRelativeError:
     @pytest.mark.parametrize("shape", [(6, 6), (4, 3, 3), (4, 3, 4, 3), (5, 1, 1)])
     def test_is_the_frobenius_ratio_of_the_matrix_they_stand_for(self, shape):
@@ -71,7 +66,8 @@ class TestGaussianKL:
 
 class TestCqm:
     def test_is_the_integral_of_the_definition(self):
-        mean, std, y = random_regression()
+        mean, std = torch.randn(60, dtype=torch.float64), torch.rand(60, dtype=torch.float64) + 0.1
+        y = mean + 1.7 * std * torch.randn(60, dtype=torch.float64)
         grid = (np.arange(200_000) + 0.5) / 200_000  # midpoints: the integrand jumps
         half = stats.norm.ppf((1 + grid) / 2)
         distance = ((y - mean).abs() / std).numpy()

@@ -68,9 +68,9 @@ def jacobians(model, x: Tensor) -> Tensor:
     return torch.stack(rows).detach()
 
 
-def psd(size: int) -> Tensor:
-    root = torch.randn(size, size, dtype=F64)
-    return root @ root.T
+def psd(*shape: int) -> Tensor:
+    root = torch.randn(*shape, shape[-1], dtype=F64)
+    return root @ root.mT
 
 
 def structure(block, kind):

@@ -37,10 +37,6 @@ def with_sorted_inputs() -> None:
     lw.Streamlined().latent(tangent, build(tangent, "diagonal"), prepared(REAL))
 
 
-def branching() -> nn.Module:
-    return Net(lambda net, x: net.layer(x) if x.sum() > 0 else -net.layer(x), layer=nn.Linear(4, 2))
-
-
 def grouped(layer: Any) -> nn.Module:
     return nn.Sequential(layer(4, 6, 2, groups=2), nn.Flatten())
 
@@ -51,7 +47,8 @@ INSTEAD = "lw.Linearized()"
 STREAMLINED = [
     (with_sorted_inputs,
      "stops at aten.sort in '1.1' (Function): it has no moment rule, and its uncertain input has 5000 entries"),
-    (lambda: streamlined(branching(), REAL), "torch.export cannot read the forward of Net"),
+    (lambda: streamlined(Net(lambda net, x: net.layer(x if x.sum() > 0 else -x), layer=nn.Linear(4, 2)), REAL),
+     "torch.export cannot read the forward of Net"),
     (lambda: streamlined(grouped(nn.Conv2d), IMAGES), GROUPS),
     (lambda: streamlined(grouped(nn.ConvTranspose2d), IMAGES), GROUPS),
 ]  # fmt: skip
@@ -81,14 +78,6 @@ def posterior() -> lw.Posterior:
 
 def of(function: Any, *loader: Any, **options: Any) -> Any:
     return posterior().of(function, *loader, **options)
-
-
-def classes() -> lw.Posterior:
-    return lw.fit(network(outputs=3), (X, torch.arange(12) % 3), lw.KFAC())
-
-
-def means() -> lw.Posterior:
-    return lw.fit(network(), (X, Y[:, :1]), lw.KFAC(), likelihood=lw.HeteroscedasticGaussian())
 
 
 def of_other_likelihood() -> Any:
@@ -154,8 +143,10 @@ REFUSED = [
     (lambda: of(lambda f: (f(X) - f(X)).square().sum(0).sqrt()), "have such a gradient … the square"),
     (lambda: of(lambda f: (f.weight["0.bias"] * 0).norm()[None].sqrt()), "have such a gradient"),
     (lambda: of(lambda f: f(X), observed=1), "neither True nor False"),
-    (lambda: classes().of(lambda f: f(X), observed=True), "categorical … Leave out observed"),
-    (lambda: means().of(lambda f: f(X), observed=True), "does not support the heteroscedastic … Leave out observed"),
+    (lambda: lw.fit(network(outputs=3), (X, torch.arange(12) % 3), lw.KFAC()).of(lambda f: f(X), observed=True),
+     "categorical … Leave out observed"),
+    (lambda: lw.fit(network(), (X, Y[:, :1]), likelihood="heteroscedastic").of(lambda f: f(X), observed=True),
+     "does not support the heteroscedastic … Leave out observed"),
 ]  # fmt: skip
 
 

@@ -55,14 +55,10 @@ def test_two_hidden_layers_equal_loops(kind, mode, patterns):
     torch.testing.assert_close(latent.covariance, expected, rtol=1e-10, atol=1e-10)
 
 
-def deep_linear() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6, bias=False), nn.Linear(6, 3)).double()
-
-
 @pytest.mark.parametrize("kind", ["kronecker", "diagonal", "dense block"])
 def test_product_of_two_independent_layers_is_exact_in_full_mode(kind):
     x = torch.randn(4, 4, dtype=F64)
-    model = deep_linear()
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6, bias=False), nn.Linear(6, 3)).double()
     tangent = survey(model, x, tn.matching("0.*", "1.*"))
     covariance = build(tangent, kind, scale=0.3)
     latent = Streamlined("full").latent(tangent, covariance, prepared(x), joint=False)

@@ -101,11 +101,6 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)).flatten(1)
 
 
-def case(**options):
-    torch.manual_seed(0)
-    return Attention(**options).double().eval(), (torch.randn(2, 5, 4, dtype=F64), torch.randn(2, 5, 4, dtype=F64))
-
-
 OPTIONS = [{"heads": 1}, {"heads": 2}, {"heads": 3, "packed": True}, {"heads": 2, "first": False, "causal": True}]
 
 
@@ -113,8 +108,8 @@ OPTIONS = [{"heads": 1}, {"heads": 2}, {"heads": 3, "packed": True}, {"heads": 2
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_features_of_a_head_that_share_inputs_equal_loops(options):
     """Equation 74: the covariances of the weights within a head, independent heads."""
-    model, (x, z) = case(**options)
-    v = torch.rand(2, 5, 4, dtype=F64)
+    model = Attention(**options).double().eval()
+    x, z, v = *torch.randn(2, 2, 5, 4, dtype=F64), torch.rand(2, 5, 4, dtype=F64)
     inputs, spreads = (x, z), {0: v}
     _, found, _ = propagate(model, inputs, spreads, attention="features", positions="independent")
     heads, size = options["heads"], 6 // options["heads"]
@@ -173,12 +168,9 @@ def test_matched_smooth_activations_equal_fine_quadrature(kind):
 # ---- branches
 
 
-def branch():
-    return Net(lambda net, x: x + net.down(torch.tanh(net.up(x))), up=nn.Linear(5, 10), down=nn.Linear(10, 5))
-
-
 def test_correlated_branches_bring_variances_nearer_the_linearised_ones():
-    blocks = [branch() for _ in range(3)]
+    branch = lambda net, x: x + net.down(torch.tanh(net.up(x)))  # noqa: E731
+    blocks = [Net(branch, up=nn.Linear(5, 10), down=nn.Linear(10, 5)) for _ in range(3)]
     with torch.no_grad():
         for block in blocks:  # branches that point along the shortcut, as identity-like blocks do
             block.down.weight.copy_(block.up.weight.T)

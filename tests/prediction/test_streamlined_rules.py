@@ -25,15 +25,6 @@ def through(operation: nn.Module, x: Tensor, v: Tensor, **options):
     return propagate(operation, x, {0: v}, **options)
 
 
-def check_independent(operation, shape: tuple[int, ...], **options) -> None:
-    """The variances are `Σ_j J_ij² v_j`."""
-    x, v = torch.randn(3, *shape, dtype=F64), torch.rand(3, *shape, dtype=F64)
-    mean, variance, model = through(operation, x, v, **options)
-    torch.testing.assert_close(mean, model(x).detach())
-    expected = (jacobians(model, x).square() @ v.flatten(1)[..., None])[..., 0]
-    torch.testing.assert_close(variance, expected, rtol=1e-9, atol=1e-12)
-
-
 class GPTGelu(nn.Module):
     def forward(self, x):
         return 0.5 * x * (1.0 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
@@ -126,7 +117,11 @@ OPERATIONS = {
 def test_operation_without_treated_weights_equals_its_squared_jacobian(name):
     torch.manual_seed(3)
     make, shape = OPERATIONS[name]
-    check_independent(make(), shape)
+    x, v = torch.randn(3, *shape, dtype=F64), torch.rand(3, *shape, dtype=F64)
+    mean, variance, model = through(make(), x, v)
+    torch.testing.assert_close(mean, model(x).detach())
+    expected = (jacobians(model, x).square() @ v.flatten(1)[..., None])[..., 0]  # `Σ_j J_ij² v_j`
+    torch.testing.assert_close(variance, expected, rtol=1e-9, atol=1e-12)
 
 
 # ---- products of uncertain values
@@ -176,7 +171,8 @@ def layer_by_derivatives(model, tangent, covariance, x: Tensor, v: Tensor | None
     Sigma = covariance.to_dense()
 
     def outputs(inputs, flat):
-        parts = tn.split(tangent.blocks, cut(tangent.blocks, flat))
+        pieces = flat.split([block.size for block in tangent.blocks])
+        parts = tn.split(tangent.blocks, {b.name: piece for b, piece in zip(tangent.blocks, pieces, strict=True)})
         return functional_call(model, {name: parts[name] for name in names}, (inputs,))
 
     size = x[0].numel()
@@ -195,10 +191,6 @@ def layer_by_derivatives(model, tangent, covariance, x: Tensor, v: Tensor | None
             variance = variance + Jx.reshape(len(J), -1).square() @ spread + of_both
         rows.append(variance.detach())
     return torch.stack(rows)
-
-
-def cut(blocks, flat):
-    return dict(zip([b.name for b in blocks], flat.split([b.size for b in blocks]), strict=True))
 
 
 def affine():
@@ -278,7 +270,8 @@ def test_treated_norm_equals_derivatives(norm, kind, params):
     latent = Streamlined().latent(tangent, covariance, prepared(Uncertain(x, v)))
     plain = nn.Sequential(make(), nn.Flatten()).double().eval()
     with torch.no_grad():
-        gamma_v = cut_variance(tangent, covariance, "0.weight", model[0].weight)
+        variances = tn.split(tangent.blocks, covariance.diagonal())
+        gamma_v = variances.get("0.weight", torch.zeros_like(model[0].weight))
         inner = (jacobians(plain, x).square() @ v[..., None])[..., 0]  # of x̂: the plain norm has γ = 1, β = 0
         expected = expected + (model[0].weight.square() + gamma_v) * inner
     torch.testing.assert_close(latent.variance, expected, rtol=1e-9, atol=1e-12)
@@ -303,11 +296,6 @@ def test_treated_norm_of_few_weights(kept, dtype):
     for part in (x, 2 * x, x[:1]):
         found, exact = (posterior.latent(part, via=way).variance for way in (lw.Streamlined(), lw.Linearized()))
         torch.testing.assert_close(found, exact, rtol=0.05 if dtype == torch.bfloat16 else 1e-3, atol=1e-5)
-
-
-def cut_variance(tangent, covariance, name, like):
-    parts = tn.split(tangent.blocks, covariance.diagonal())
-    return parts.get(name, torch.zeros_like(like))
 
 
 def test_treated_embedding_gives_its_rows():

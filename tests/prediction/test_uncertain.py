@@ -15,6 +15,7 @@ from tests.prediction.streamlined_oracle import (
     assert_within_monte_carlo_error,
     jacobians,
     mlp_by_loops,
+    psd,
     weight_covariances,
 )
 from tests.refused import refused
@@ -47,11 +48,6 @@ def two_inputs() -> nn.Module:
 def made(name: str) -> tuple[nn.Module, Tensor]:
     make, shape = NETWORKS[name]
     return make().double().eval(), torch.randn(3, *shape, dtype=F64)
-
-
-def psd(count: int, size: int) -> Tensor:
-    root = torch.randn(count, size, size, dtype=F64)
-    return root @ root.mT
 
 
 def fitted(model: nn.Module, x: Tensor, **options) -> lw.Posterior:

@@ -94,27 +94,6 @@ def test_prior_mean_by_parameter():
 # --- linear-Gaussian models ------------------------------------------------------------------------------------------
 
 
-def linear_problem(outputs: int = 2, samples: int = 12) -> tuple[nn.Linear, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
-    truth = torch.randn(3, outputs, generator=generator, dtype=torch.float64)
-    y = x @ truth + 0.5 + 0.4 * torch.randn(samples, outputs, generator=generator, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Linear(3, outputs).double().eval(), x, y
-
-
-def to_mode(model: nn.Linear, x: Tensor, y: Tensor, delta: float, noise: float, mean0: float = 0.0) -> Tensor:
-    """Writes the mode of the linear-Gaussian model into its weights; returns one output's posterior covariance."""
-    design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
-    precision = design.T @ design / noise + delta * torch.eye(design.shape[1]).double()
-    mode = torch.linalg.solve(precision, design.T @ y / noise + delta * mean0)  # (I + 1, O)
-    with torch.no_grad():
-        model.weight.copy_(mode[:-1].T)
-        model.bias.copy_(mode[-1])
-    return torch.linalg.inv(precision)
-
-
 def closed_form(x: Tensor, y: Tensor, delta: float, noise: float, mean0: float = 0.0) -> float:
     """Log p(y) of Bayesian linear regression, outputs independent."""
     design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
@@ -127,8 +106,15 @@ def closed_form(x: Tensor, y: Tensor, delta: float, noise: float, mean0: float =
 @pytest.mark.parametrize(("delta", "noise", "mean0"), [(0.5, 0.3, 0.0), (20.0, 0.05, 0.4), (1e-3, 2.0, -1.0)])
 def test_linear_regression_is_conjugate(method, delta, noise, mean0):
     """Posterior, predictive and evidence at the mode are the closed forms."""
-    model, x, y = linear_problem()
-    sigma = to_mode(model, x, y, delta, noise, mean0)
+    x, model = torch.randn(12, 3, dtype=torch.float64), nn.Linear(3, 2).double().eval()
+    y = x @ torch.randn(3, 2, dtype=torch.float64) + 0.5 + 0.4 * torch.randn(12, 2, dtype=torch.float64)
+    design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    precision = design.T @ design / noise + delta * torch.eye(4).double()
+    mode = torch.linalg.solve(precision, design.T @ y / noise + delta * mean0)  # (I + 1, O)
+    with torch.no_grad():
+        model.weight.copy_(mode[:-1].T)
+        model.bias.copy_(mode[-1])
+    sigma = torch.linalg.inv(precision)  # of one output
     loader = cut(x, y, (5, 4, 3))
     fitted = lw.fit(model, loader, method, likelihood=lw.Gaussian(noise), prior_precision=delta, prior_mean=mean0)
     close(fitted.covariance.to_dense(), torch.block_diag(sigma, sigma), 1e-8)

@@ -16,6 +16,7 @@ from lapwing.tuning.training_kernel import process_of
 from tests.oracle import jacobian
 from tests.refilling import Refilling
 from tests.trained import train
+from tests.tuning.test_left_out_noise import coverage
 
 F64 = torch.float64
 LIKELIHOODS: dict[str, Any] = {
@@ -63,11 +64,6 @@ def factor(posterior: Any) -> float:
     """How much left-out targets have multiplied the spread, or the noise of censored targets."""
     law = posterior.likelihood
     return posterior.temperature if law.left_out_decides == "spread" else law.fitted_noise / law.noise_variance
-
-
-def coverage(posterior: lw.Posterior, x: Tensor, y: Tensor) -> float:
-    low, high = posterior.predict(x).interval(0.9)
-    return float(((y >= low) & (y <= high)).double().mean())
 
 
 @each

@@ -36,12 +36,6 @@ def setup(name, method):
     return posterior, held_out
 
 
-def held_out_scores(posterior, precisions, held_out):
-    """Mean log likelihoods at scalar prior precisions."""
-    scores = sample_scores([posterior], lambda one: [one.at(delta) for delta in precisions], held_out)
-    return scores.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
-
-
 def with_pseudo_row(posterior, held_out):
     """The mean log likelihood of n samples, and its part of a pseudo-row with a uniform label."""
     logs = torch.cat([posterior.predict(x).log_prob(y) for x, y in held_out]).mean()
@@ -56,7 +50,8 @@ def with_pseudo_row(posterior, held_out):
 def test_candidates_scored_together_equal_predictions(name, method):
     posterior, held_out = setup(name, method)
     precisions = [0.1, 1.0, 30.0]
-    scores = held_out_scores(posterior, precisions, held_out)
+    logs = sample_scores([posterior], lambda one: [one.at(delta) for delta in precisions], held_out)
+    scores = logs.mean(-1, dtype=torch.float64)[0, :, 0].tolist()
     for precision, score in zip(precisions, scores, strict=True):
         one = posterior.with_prior(precision)
         assert score == pytest.approx(with_pseudo_row(one, held_out), rel=1e-9)
@@ -248,20 +243,11 @@ def test_held_out_targets_that_are_met_up_to_rounding(noise):
     """No residual is below rounding, so that predictions are about as wide as 1e-6 of the targets' size."""
     generator = torch.Generator().manual_seed(0)
     x, errors = torch.randn(2, 40, 4, generator=generator)
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1)).eval()
     y = model(x).detach() + noise * errors[:, :1]
     for tune in (lw.Validation([(x[20:], y[20:])]), lw.EarlyStopping([(x[20:], y[20:])])):
         prediction = lw.fit(model, [(x[:20], y[:20])], lw.KFAC(), tune=tune).predict(x[20:])
         assert 1e-13 < prediction.variance.mean() / y[20:].square().mean() < 1e-10
-
-
-def last_layers():
-    """A network of which the last layer is treated, at T = 1 and with T chosen; and inputs."""
-    model, loader, held_out = too_sure()
-    fits = [lw.fit(model, loader, lw.KFAC(), params=lw.last_layer, prior_precision=5.0, tune=tuning)
-            for tuning in (None, lw.Validation(held_out))]  # fmt: skip
-    return model, *fits, held_out
 
 
 def check_way(plain, warm, x, via):
@@ -273,7 +259,10 @@ def check_way(plain, warm, x, via):
 
 def test_predictions_and_files_follow_the_temperature(reloaded):
     """Linearised, joint and drawn predictions and files; not the network alone in a comparison."""
-    model, plain, warm, held_out = last_layers()
+    model, loader, held_out = too_sure()
+    options = {"params": lw.last_layer, "prior_precision": 5.0}
+    plain = lw.fit(model, loader, lw.KFAC(), tune=None, **options)
+    warm = lw.fit(model, loader, lw.KFAC(), tune=lw.Validation(held_out), **options)
     x, _ = held_out[0]
     assert warm.logit_temperature > 1.5
     assert warm.prior_precision == 5.0
