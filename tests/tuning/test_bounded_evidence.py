@@ -22,9 +22,8 @@ from lapwing.tuning import BoundedEvidence, Training, bounded_evidence
 from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.held_out import spread_costs
-from lapwing.tuning.input_process import width_by_inputs
 from lapwing.tuning.refit import error_of_copy, fresh_copy
-from lapwing.tuning.regression_width import with_left_out_width
+from lapwing.tuning.regression_width import width_by_inputs, with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
