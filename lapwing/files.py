@@ -38,11 +38,19 @@ T = TypeVar("T")
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Writes tensors and a JSON header to one file by `replacing`.
 
-    Tensors that are on another device, not contiguous, or share memory are copied.
+    Tensors that are on another device, not contiguous, or share memory are copied, as safetensors needs them.
     """
     with replacing(path) as new:
         text: dict[str, Any] = json.loads(json.dumps({**header, "format": FORMAT}, allow_nan=False))
-        plain = _separate(tensors)
+        plain: dict[str, Tensor] = {}
+        storages: set[int] = set()
+        for name, tensor in tensors.items():
+            value = tensor.detach().cpu().resolve_conj().resolve_neg()
+            # an expanded tensor of one entry counts as contiguous, but its bytes cannot be viewed
+            if not value.is_contiguous() or value.numel() == 1 or value.untyped_storage().data_ptr() in storages:
+                value = value.clone(memory_format=torch.contiguous_format)
+            storages.add(value.untyped_storage().data_ptr())
+            plain[name] = value
         save_file(plain, new, {KEY: json.dumps({**text, "sha256": _digest(plain, text)})})
 
 
@@ -104,7 +112,15 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
                 raise ValueError("it was not written by lapwing")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         header = json.loads(metadata[KEY])
-        _check_format(path, header["format"])
+        version = header["format"]
+        if type(version) is not int or version < 1:
+            raise ValueError("its format is unknown")
+        if not OLDEST <= version <= FORMAT:
+            line = f"newer than the {FORMAT} that this version reads. Install a newer version of lapwing-torch."
+            if version < OLDEST:
+                line = f"older than the {OLDEST} that this version reads. Fit again and write it with "
+                line += "posterior.save(path)."
+            raise LapwingError(f"The file {_shown(path)} has format {version}, {line}")
         if header.pop("sha256") != _digest(tensors, header):
             raise ValueError("its digest does not agree with its contents")
     except LapwingError:
@@ -148,20 +164,6 @@ def remove_temporaries(target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors on the CPU, contiguous and without shared memory, as safetensors needs them."""
-    plain: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().resolve_conj().resolve_neg()
-        # an expanded tensor of one entry counts as contiguous, but its bytes cannot be viewed
-        if not value.is_contiguous() or value.numel() == 1 or value.untyped_storage().data_ptr() in storages:
-            value = value.clone(memory_format=torch.contiguous_format)
-        storages.add(value.untyped_storage().data_ptr())
-        plain[name] = value
-    return plain
-
-
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of a JSON header and of the name, dtype, shape and bytes of each tensor."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
@@ -170,16 +172,6 @@ def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _check_format(path: str | os.PathLike[str], version: Any) -> None:
-    if type(version) is not int or version < 1:
-        raise ValueError("its format is unknown")
-    if not OLDEST <= version <= FORMAT:
-        line = f"newer than the {FORMAT} that this version reads. Install a newer version of lapwing-torch."
-        if version < OLDEST:
-            line = f"older than the {OLDEST} that this version reads. Fit again and write it with posterior.save(path)."
-        raise LapwingError(f"The file {_shown(path)} has format {version}, {line}")
 
 
 def _unwritable(path: Any, error: Exception) -> LapwingError:

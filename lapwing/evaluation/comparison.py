@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib.resources import files
 from os import PathLike
@@ -26,7 +26,7 @@ from ..options import Rule, at_least, check_argument, number
 from ..posterior import Posterior
 from ..prediction import Way
 from .candidates import Candidate, posteriors_in, rows_of
-from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated, with_novelty
+from .evaluated import MEANS, SCORES, Evaluated, Predictions, by_halves, evaluated
 from .report import detectors, literal, pictures, svg
 
 Score = Literal["mutual_information", "entropy", "confidence"]
@@ -257,7 +257,10 @@ def compare(
             shares = ", ".join(f"{rate:.1%} of {what}" for what, rate in rates.items())
             notes.append(f"At a rate of 5 % the detector raises an alarm for {shares}.")
         scores = {key: score(value).cpu() for key, value in every.items()}
-        rows = {name: with_novelty(row, scores, p) for name, row in rows.items()}
+        for name, row in rows.items():
+            sets_of_row = {key: others | {"novelty": scores[key]} for key, others in row.foreign.items()}
+            known = row.known | {"novelty": scores[""]}
+            rows[name] = replace(row, score="novelty", known=known, foreign=sets_of_row, p_values=p)
     return _table(rows, notes, sets)
 
 

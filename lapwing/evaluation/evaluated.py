@@ -356,12 +356,6 @@ def by_halves(network: Evaluated, likelihood: Likelihood, matrix: bool) -> tuple
     return name, Evaluated(values, known, foreign, network.score), note
 
 
-def with_novelty(row: Evaluated, scores: Scores, p_values: Scores) -> Evaluated:
-    """Returns a row with scores and p-values of a detector: of each out-of-distribution set, and of held-out inputs."""
-    sets = {name: others | {"novelty": scores[name]} for name, others in row.foreign.items()}
-    return replace(row, score="novelty", known=row.known | {"novelty": scores[""]}, foreign=sets, p_values=p_values)
-
-
 def _as_rows(part: Any, targets: Tensor, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the outputs of a network as rows (n, C), their targets, and the sample of each row."""
     outputs = _outputs(part.latent)

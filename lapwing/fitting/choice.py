@@ -69,7 +69,11 @@ def default_fit(
     model: nn.Module, likelihood: Likelihood, survey: Callable[..., Tangent], count: Callable[[], int]
 ) -> tuple[Method | None, Tangent | None, str]:
     """Returns the method, the tangent of all trained weights, and the reason; None and None for the last layer."""
-    frozen = _frozen_last_layer(model, survey)
+    frozen: tuple[str, ...] = ()  # names of the last layer's parameters if only these are frozen
+    trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
+    if any(trained) and not all(trained):
+        layer = survey(params=last_layer, warn=False).parameters
+        frozen = () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
     of_classes = f"KFAC over the last layer, the default for a {likelihood.name} likelihood. {FOR_ALL_WEIGHTS}"
     if not frozen and likelihood.activation == "softmax":  # saves the survey of all weights
         return None, None, of_classes
@@ -93,15 +97,6 @@ def default_fit(
         )  # fmt: skip
     too_much = f"Only the last layer is treated, because all {tangent.size} weights cost too much. {FOR_ALL_WEIGHTS}"
     return None, None, too_much
-
-
-def _frozen_last_layer(model: nn.Module, survey: Callable[..., Tangent]) -> tuple[str, ...]:
-    """Returns the names of the last layer's parameters if only these are frozen; else an empty tuple."""
-    trained = [parameter.requires_grad for parameter in parameters_of(checked_network(model)).values()]
-    if all(trained) or not any(trained):
-        return ()
-    layer = survey(params=last_layer, warn=False).parameters
-    return () if any(parameter.requires_grad for parameter in layer.values()) else tuple(layer)
 
 
 def choose(

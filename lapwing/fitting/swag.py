@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -136,7 +136,12 @@ class SWAG:
         network = copied(snapshots.model, "SWAG")
         put(network, {**snapshots.buffers, **snapshots.mean})
         if batch_norm == "refresh":
-            _refresh(network, tracked(data, "batch norm statistics"), forward, seed)
+            # the mean over batches; it leaves the network in training mode
+            device = next(network.parameters()).device
+            with seeded_torch(seed, device), without_compiled():
+                refreshing = checked(tracked(data, "batch norm statistics"), device)
+                wrapped = ([samples.inputs] for samples in refreshing)  # update_bn takes the first of a list
+                update_bn(wrapped, _OnInputs(network, forward))
         network.eval()
         options = {"rank": len(snapshots.deviations), "snapshots": snapshots.count, "scale": scale}
         text = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -288,11 +293,3 @@ def _covariance(collector: SnapshotCollector, tangent: Tangent, scale: float) ->
     share, like = (scale / (len(deviations) - 1)) ** 0.5, (tangent.device, tangent.dtype)
     factor = {name: part.to(*like) * share for name, part in join(tangent.blocks, rows).items()}  # (K, P_block)
     return LowRankPlusDiagonal(tangent.blocks, covariance.variances, factor)
-
-
-def _refresh(network: nn.Module, loader: Iterable[Any], forward: Forward | None, seed: int) -> None:
-    """Computes batch norm statistics again, as the mean over batches; leaves the network in training mode."""
-    device = next(network.parameters()).device
-    with seeded_torch(seed, device), without_compiled():
-        wrapped = ([samples.inputs] for samples in checked(loader, device))  # update_bn takes the first of a list
-        update_bn(wrapped, _OnInputs(network, forward))

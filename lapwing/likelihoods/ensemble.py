@@ -6,7 +6,6 @@ The latent of the mixture has one draw for each member: logits of its probabilit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,23 +118,20 @@ def mixed(members: tuple[Any, ...]) -> Any:
         rows = mixed(tuple(member.rows for member in members))
         return PredictionAtPositions(rows, replace(first.latent, rows=rows.latent))
     if isinstance(first, RegressionPrediction):
-        return RegressionMixture(_laws(members), members)
+        if any(is_selected(member.latent) for member in members):
+            raise LapwingError(
+                "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
+                "out: write mixture.predict(x)."
+            )
+        # the laws of the members have batch shape (B, M), or one entry for each of their weight draws
+        tails = any(member.df is not None for member in members)
+        laws = [replace(one, df=(one.df or NEARLY_NORMAL) if tails else None)._law(joint=False) for one in members]
+        join: Any = torch.stack if first.latent.draws is None else torch.cat
+        parts = (join(values, 1) for values in zip(*(law.parts for law in laws), strict=True))
+        return RegressionMixture(GaussianPlusNoise(*parts), members)
     if isinstance(first, ClassPrediction):
         latent = LatentDraws(torch.stack([member.log_probs for member in members]))
         return ClassMixture(SampledLink().log_probs(latent), latent, first.link, first.ignore_index, members=members)
     latent = LatentDraws(torch.stack([member.log_odds for member in members]))
     odds = SampledLink().log_odds(latent)
     return BernoulliMixture(odds, latent, first.link, first.soft_targets, first.missing, members)
-
-
-def _laws(members: Sequence[RegressionPrediction]) -> GaussianPlusNoise:
-    """Returns the distributions of the members, with batch shape (B, M), or one for each of their weight draws."""
-    if any(is_selected(member.latent) for member in members):
-        raise LapwingError(
-            "The members of a mixture may select different outputs by lw.Linearized(outputs=...). Leave outputs= "
-            "out: write mixture.predict(x)."
-        )
-    tails = any(member.df is not None for member in members)
-    laws = [replace(one, df=(one.df or NEARLY_NORMAL) if tails else None)._law(joint=False) for one in members]
-    join: Any = torch.stack if members[0].latent.draws is None else torch.cat
-    return GaussianPlusNoise(*(join(values, 1) for values in zip(*(law.parts for law in laws), strict=True)))

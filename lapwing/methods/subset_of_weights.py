@@ -15,7 +15,7 @@ from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import doubled
 from ..options import Rule, at_least, option, required
-from ..tangent import Block, MemoryNeed, Tangent
+from ..tangent import MemoryNeed, Tangent
 from .diagonal import SquaredSums
 from .footprint import FitShape, Footprint
 from .passes import Method, Passes, Step, with_seen
@@ -75,8 +75,20 @@ class SubsetOfWeights(Method):
                 f"{type(tangent.model).__name__}. Write SubsetOfWeights(size={tangent.size}), or lw.Full() for all of "
                 "them."
             )
-        if not isinstance(self.by, str):
-            _check_same_weights(tangent.blocks, self.by.covariance.blocks)
+        if isinstance(self.by, str):
+            return
+        mine, theirs = tangent.blocks, self.by.covariance.blocks
+        expected, other = (
+            {block.name: (block.parameters, block.shapes, block.matrix, block.bias) for block in blocks}
+            for blocks in (mine, theirs)
+        )
+        odd = [name for name in {**expected, **other} if expected.get(name) != other.get(name)]
+        if odd:
+            raise LapwingError(
+                f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights "
+                f"of this fit. This one is over {sum(block.size for block in theirs)} weights and differs in "
+                f"{', '.join(odd[:4])}: make it with the params= of this fit."
+            )
 
     def passes(self, problem: Problem) -> Passes:
         scores = yield from self._scores(problem)
@@ -106,18 +118,3 @@ class SubsetOfWeights(Method):
         peak = kept + max(80 * size**2, shape.chunk(dtype, 3 * shape.columns * size))
         need = MemoryNeed(f"SubsetOfWeights(size={size})", 48 * size**2, f"{size} x {size} matrices", "choose fewer")
         return Footprint(kept, peak, shape.pass_length * (1 + (self.by == "diagonal")), size, (need,))
-
-
-def _check_same_weights(mine: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:
-    """Raises if a posterior is not over the weights of this fit, in the same layout."""
-    expected, other = (
-        {block.name: (block.parameters, block.shapes, block.matrix, block.bias) for block in blocks}
-        for blocks in (mine, theirs)
-    )
-    odd = [name for name in {**expected, **other} if expected.get(name) != other.get(name)]
-    if odd:
-        raise LapwingError(
-            f"SubsetOfWeights(by=posterior) needs a posterior over the {sum(block.size for block in mine)} weights of "
-            f"this fit. This one is over {sum(block.size for block in theirs)} weights and differs in "
-            f"{', '.join(odd[:4])}: make it with the params= of this fit."
-        )

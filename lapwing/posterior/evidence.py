@@ -17,7 +17,7 @@ from ..errors import LapwingError
 from ..likelihoods import Likelihood
 from ..linalg import SLICE_NUMBERS, doubled, total
 from ..methods.prior import Prior
-from ..tangent import Tangent, Vectors
+from ..tangent import Tangent
 
 if TYPE_CHECKING:
     from .posterior import Posterior
@@ -72,13 +72,7 @@ def effective_parameters(covariance: PriorCovariance, prior: Prior) -> float:
 
 def gain_at_linearised_mode(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Tensor:
     """Returns `1/2 gᵀΣg`, the evidence at the mode of the linearised model minus the evidence at θ̂."""
-    gradient = log_joint_gradient(posterior, loader, sample_weights)
-    product = posterior.covariance.mv(gradient)
-    return doubled(total((gradient[name] * product[name]).sum() for name in gradient)) / 2
-
-
-def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weights: bool) -> Vectors:
-    """Returns the gradient of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) by block, by one pass over the data."""
+    # 1. the gradient g of `k log p(y|θ) + log p(θ)` at θ̂, (P_block,) by block, by one pass over the data
     tangent, dtype = posterior.tangent, posterior.covariance.dtype
     data = Data.of(loader, posterior, sample_weights)
     batches.check_loader(data.loader, "The evidence at the linearised mode")
@@ -108,7 +102,9 @@ def log_joint_gradient(posterior: Posterior, loader: Iterable[Any], sample_weigh
             f"The loader yields {count} samples, and the fit had {posterior.samples}. Pass the training data of the "
             "fit, in a loader that can be read more than once."
         )
-    return gradient
+    # 2. 1/2 gᵀΣg
+    product = posterior.covariance.mv(gradient)
+    return doubled(total((gradient[name] * product[name]).sum() for name in gradient)) / 2
 
 
 @dataclass(frozen=True, repr=False)

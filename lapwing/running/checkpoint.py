@@ -117,7 +117,11 @@ class Checkpoint(NoCheckpoint):
         saved = self._left.pop(0)
         if saved[0] != label:
             raise self._damaged()
-        state = _restored(saved[1], fresh, generator.device)
+        tensors = {}
+        for key, tensor in saved[1].items():
+            place, _, path = key.partition("/")
+            tensors[path] = tensor.to("cpu" if place == "cpu" else generator.device, copy=True)
+        state = fresh.with_tensors(tensors)
         size = state.size or state.start
         if self._known is not None and size > self._known:
             raise other_size(self._known, "now", size)
@@ -137,7 +141,11 @@ class Checkpoint(NoCheckpoint):
         if state.finished:
             state.sums = state.sums.mapped(Tensor.contiguous)  # as the file returns them
         state.generator = generator.get_state()
-        passes = [*self._passes, (label, _copied(state))]
+        copies = {  # on the CPU; `cpu/` marks tensors that were there already
+            f"{'cpu' if tensor.device.type == 'cpu' else 'device'}/{path}": tensor.detach().to("cpu", copy=True)
+            for path, tensor in state.tensors().items()
+        }
+        passes = [*self._passes, (label, copies)]
         if state.finished:
             self._passes = passes
         if ranks.rank() == 0:
@@ -158,20 +166,3 @@ class Checkpoint(NoCheckpoint):
         except LapwingError as error:
             log.warning("The checkpoint was not written, and the fit continues. %s", error)
         self._batches, self._time = 0, time.monotonic()
-
-
-def _copied(state: RunnerState) -> dict[str, Tensor]:
-    """Copies the tensors of a state to the CPU, under `cpu/path` if they are there already, or else `device/path`."""
-    return {
-        f"{'cpu' if tensor.device.type == 'cpu' else 'device'}/{path}": tensor.detach().to("cpu", copy=True)
-        for path, tensor in state.tensors().items()
-    }
-
-
-def _restored(saved: Mapping[str, Tensor], fresh: RunnerState, device: torch.device) -> RunnerState:
-    """Returns the state with copies of the tensors that `_copied` returned, on the devices of the fit."""
-    flat = {}
-    for key, tensor in saved.items():
-        place, _, path = key.partition("/")
-        flat[path] = tensor.to("cpu" if place == "cpu" else device, copy=True)
-    return fresh.with_tensors(flat)

@@ -16,7 +16,7 @@ from lapwing.methods import Batch, DataSummary, Problem, Seen
 from lapwing.methods.sampled_lla.linearised_mode import _Along, _Score
 from lapwing.methods.sampled_lla.system import CurvatureProducts, PositionedRoot
 from lapwing.methods.subset_of_data import chosen_places
-from lapwing.methods.valla import alpha_divergence, moving_points, objective_rows
+from lapwing.methods.valla import alpha_divergence, inducing, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor
 from lapwing.methods.valla.moving_points import divergence
 from lapwing.tangent import Anchors, Tangent
@@ -151,11 +151,11 @@ def test_gradients_in_moving_points_at_positions(params):
 def test_picked_positions_are_unbiased():
     generator = torch.Generator().manual_seed(0)
     counted = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
-    picked, repeats = objective_rows.picked_positions(counted, 20, generator)  # all
+    picked, repeats = inducing.picked_positions(counted, 20, generator)  # all
     assert torch.equal(torch.zeros(4, 5, dtype=F64).scatter_(1, picked, repeats), counted.double())
     total = torch.zeros(4, 5, dtype=F64)
     for _ in range(1000):
-        picked, repeats = objective_rows.picked_positions(counted, 50, generator)  # two
+        picked, repeats = inducing.picked_positions(counted, 50, generator)  # two
         assert picked.shape == (4, 2)
         assert torch.equal(repeats.sum(1), counted.sum(1).double())
         total.scatter_add_(1, picked, repeats)
@@ -166,7 +166,7 @@ def test_picked_positions_are_unbiased():
 @pytest.mark.parametrize("some", [100, 3])
 @pytest.mark.parametrize("fit", [lw.VariationalBound(steps=3), "alpha"])
 def test_moving_points_at_positions(fit, some, monkeypatch):
-    monkeypatch.setattr(objective_rows, "SOME_OUTPUTS", some)
+    monkeypatch.setattr(inducing, "SOME_OUTPUTS", some)
     model, loader, x = case("3x3")
     if fit == "alpha":
         fit = lw.AlphaDivergence(steps=3, validation=loader[1:], every=1)

@@ -17,13 +17,12 @@ import lapwing as lw
 from lapwing.data.inputs import Inputs, Samples
 from lapwing.methods import Footprint
 from lapwing.tangent import Tangent
-from lapwing.tuning import BoundedEvidence, Training, bounded_evidence, right_spread
+from lapwing.tuning import BoundedEvidence, Training, bounded_evidence
 from lapwing.tuning import leave_one_out as exact_model
 from lapwing.tuning.gaussian_process import LeaveOneOut, learning_curve
 from lapwing.tuning.held_out import spread_costs
-from lapwing.tuning.input_process import width_by_inputs
 from lapwing.tuning.refit import error_of_copy, fresh_copy
-from lapwing.tuning.regression_width import with_left_out_width
+from lapwing.tuning.regression_width import width_by_inputs, with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
 from tests.quick import others_slow
@@ -223,7 +222,7 @@ def test_all_weights_do_not_count_if_they_are_too_many_or_outputs_are_not_logits
     precision, scale = posterior.prior.precision, posterior.scale.of_curvature
     outputs = 3 - logits
     leverage = float(posterior.covariance.effective_dimension(precision, scale).sum()) / 40 / outputs
-    monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 1 if logits else 2**40)
+    monkeypatch.setattr(bounded_evidence, "KFAC_MULTIPLY_ADDS", 1 if logits else 2**40)
     lw.fit(model, loader, **options)
     assert bounds == [pytest.approx(max(0.005, cost_at(leverage, outputs)), rel=1e-6)]
 
@@ -233,7 +232,7 @@ def test_fewer_samples_count_all_weights_if_their_passes_take_long(bounds, monke
     lw.fit(model, loader, params=lw.last_layer)
     work = Tangent.survey(model, loader[0][0]).plan.work(Tangent.survey(model, loader[0][0]).blocks)
     for share in (2.0, 10.0, 10.1):
-        monkeypatch.setattr(right_spread, "KFAC_MULTIPLY_ADDS", 40 * 3 * work / share)
+        monkeypatch.setattr(bounded_evidence, "KFAC_MULTIPLY_ADDS", 40 * 3 * work / share)
         lw.fit(model, loader, params=lw.last_layer)
     whole, half, tenth, none = bounds
     assert half == pytest.approx(whole, rel=0.25)
@@ -339,7 +338,7 @@ def test_missing_answers_do_not_change_the_bound():
 
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
 def test_a_position_counts_as_a_sample(likelihood, bounds, monkeypatch):
-    monkeypatch.setattr(right_spread, "MIN_COST", 0.0)
+    monkeypatch.setattr(bounded_evidence, "MIN_COST", 0.0)
     outputs = {"heteroscedastic": 2, "categorical": 3}.get(likelihood.name, 1)
     model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, outputs)).double()
     x, y = torch.randn(12, 5, 3, dtype=torch.float64), torch.rand(12, 5, 1, dtype=torch.float64).round()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import lapwing as lw
 from lapwing.data.inputs import Inputs, Samples
 from lapwing.tuning.leave_one_out import leave_one_out
-from lapwing.tuning.training_kernel import process_of
-from lapwing.tuning.windows import overlapping
+from lapwing.tuning.training_kernel import overlapping, process_of
 from tests.oracle import jacobian
 from tests.trained import train
 

@@ -116,9 +116,11 @@ class ConjugateGradients(Options):
             log.debug("iteration %d: errors up to %.2e standard deviations", taken, errors.max())
             if taken >= self.iterations or not (errors > self.tolerance).any():
                 return _Ended(moved, bound, taken)
-            # 3. A P by one pass, and α = (Pᵀ A P)⁻¹ (r, r)
+            # 3. A P by one pass, and α = (Pᵀ A P)⁻¹ (r, r) on its range
             image = system.completed(directions, (yield from system.products(directions)))
-            steps = _inverse(gram(directions, image))  # α (r, r)
+            product = gram(directions, image)
+            _, inverse = _factor((product + product.T) / 2)
+            steps = inverse.T @ inverse  # α (r, r)
             # 4. Z ← Z + P α D, whose step has the length √(Dᵀ α D)_kk, and Q ← Q - A P α
             moved = _lengths(mixing, steps)
             for name, value in directions.items():
@@ -173,12 +175,6 @@ def _factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
     kept = values > GRAM_NOISE * values.max().clamp_min(torch.finfo(values.dtype).tiny)
     values, vectors = values[kept].sqrt(), vectors[:, kept].T
     return values[:, None] * vectors / scale, vectors * scale / values[:, None]
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    """Returns the inverse of a PSD matrix on its range."""
-    _, inverse = _factor((matrix + matrix.T) / 2)
-    return inverse.T @ inverse
 
 
 def _check_finite(relative: Tensor) -> None:

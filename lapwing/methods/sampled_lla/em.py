@@ -72,7 +72,11 @@ class EvidenceSteps:
         prior has some.
         """
         move = self._of_precision(effective, distance) if self.open_precision else torch.zeros_like(self.precision)
-        noise = self._of_noise(effective) if self.squared_error is not None else 0.0
+        noise = 0.0  # the change of log σ²
+        if self.squared_error is not None:
+            assert self.noise_variance is not None
+            left = max(1 - float(effective.sum()) / self.count, 0.01)  # σ² = Σr²/(n C) / (1 - γ/count)
+            noise = self._damping * math.log(self.squared_error / left / self.noise_variance)
         if max(float(move.abs().max()), abs(noise)) <= TOLERANCE:
             return False
         self.precision = self.precision * move.clamp(-MAX_LOG_STEP, MAX_LOG_STEP).exp()
@@ -84,14 +88,6 @@ class EvidenceSteps:
     def _damping(self) -> float:
         """Factor of a step: 1/2 if both are open (the slopes sum to (-2, 0)), else 2/3, which contracts by 1/3."""
         return 1 / 2 if self.open_precision and self.squared_error is not None else 2 / 3
-
-    def _of_noise(self, effective: Tensor) -> float:
-        """Returns the change of log σ²."""
-        assert self.noise_variance is not None
-        assert self.squared_error is not None
-        # σ² = Σr²/(n C) / (1 - γ/count)
-        left = max(1 - float(effective.sum()) / self.count, 0.01)
-        return self._damping * math.log(self.squared_error / left / self.noise_variance)
 
     def _of_precision(self, effective: Tensor, distance: Tensor) -> Tensor:
         """Returns the change of log δ (n_blocks,)."""

@@ -22,9 +22,8 @@ from ..problem import Problem, Seen
 from ..state import Descent, Values
 from ..subspace import span_of_anchors
 from . import VallaFit
-from .inducing import Kernel
+from .inducing import Kernel, ObjectiveRows, picked_count
 from .moving_points import MovingSteps, divergence, initial_noise
-from .objective_rows import ObjectiveRows, picked_count
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 The forward pass sums the blocks without a graph. The backward pass goes through the chunks of anchors: it computes the
 NTK of one differentiable record with records that are not differentiable. So the memory holds one chunk of each kind,
 for any network, batch and M.
+
+`ObjectiveRows` are the rows of a mini-batch. For outputs with positions all positions that count are rows, or a sample
+of them.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...data.inputs import Inputs
-from ...linalg import double_device, total
+from ...likelihoods import Likelihood, apply_weights
+from ...linalg import double_device, doubled, total
 from ...tangent.anchors import Anchors, Weights, ntk
 from ...tangent.cotangents import EVERY_OUTPUT, Cotangents, GivenCotangents, Reading
 from ...tangent.record import Record
 from ...tangent.tangent import Tangent
+from ..passes import Batch
 
+SOME_OUTPUTS = 100  # maximum number of outputs of an input in one step: all outputs of some positions, at least one
 GRAPH = 5  # maximum memory of a differentiable record, with the graph of a contraction, relative to a plain record
 
 
@@ -78,22 +84,16 @@ class Kernel(NamedTuple):
 def kernel(anchors: Anchors, weights: Weights, inputs: Inputs, cotangents: Cotangents = EVERY_OUTPUT) -> Kernel:
     """Returns the NTK blocks of a batch and anchors (M, P), differentiable if the anchors' inputs require gradients.
 
-    Gradients read the cotangents again, so wrap cotangents with random numbers in `DrawnOnce`.
+    Gradients read the cotangents again, so wrap cotangents with random numbers in `DrawnOnce`. If the treated layer
+    gives the outputs, each of `PickedPositions` is a sample with R = C.
 
     Cost: one forward pass per sample and anchor, R backward passes per sample and one per anchor. Gradients need about
     five more passes per anchor. If chunks do not fit the budget, anchors run again for each chunk of the batch.
     """
-    return _kernel(anchors, weights, partial(_batch_chunks, anchors.tangent, inputs, cotangents))
-
-
-def kernel_at_positions(anchors: Anchors, weights: Weights, inputs: Inputs, picked: PickedPositions) -> Kernel:
-    """Returns `kernel` at some positions; each is a sample with R = C if the treated layer gives the outputs."""
-    chunks = _position_chunks if anchors.tangent.treats_output_alone else _batch_chunks
-    return _kernel(anchors, weights, partial(chunks, anchors.tangent, inputs, picked))
-
-
-def _kernel(anchors: Anchors, weights: Weights, cut: Callable[[int], _Chunks]) -> Kernel:
-    """Returns the blocks for a function that cuts the batch, with this number of entries per row as scratch."""
+    chunks: Any = _batch_chunks
+    if isinstance(cotangents, PickedPositions) and anchors.tangent.treats_output_alone:
+        chunks = _position_chunks
+    cut = partial(chunks, anchors.tangent, inputs, cotangents)
     moving = [leaf for leaf in _leaves(anchors) if leaf.requires_grad]
     return Kernel(*_Blocks.apply(anchors, dict(weights), cut, *moving))
 
@@ -221,3 +221,61 @@ def _detached(anchors: Anchors, moving: bool = False) -> Anchors:
 
     groups = (group.with_leaves(dict(enumerate(map(detached, group.leaves)))) for group in anchors.inputs)
     return replace(anchors, inputs=tuple(groups))
+
+
+class ObjectiveRows(NamedTuple):
+    """The NTK blocks, targets and weights (N,) of the rows that an objective sums: samples, or positions of samples."""
+
+    blocks: Kernel
+    targets: Tensor
+    weights: Tensor | None
+
+    def doubled(self) -> ObjectiveRows:
+        """Returns the rows with outputs in float64, and targets and weights on the same device."""
+        outputs = doubled(self.blocks.outputs)
+        weights = None if self.weights is None else self.weights.to(outputs.device)
+        return ObjectiveRows(self.blocks._replace(outputs=outputs), self.targets.to(outputs.device), weights)
+
+    def times_weights(self, values: Tensor) -> Tensor:
+        """Returns values (N,), each times the weight of its row."""
+        return apply_weights(values, self.weights)
+
+
+def picked_count(positions: int, outputs: int) -> int:
+    """Returns the number of positions S of an input in one step: all T positions if `T C` is small."""
+    return positions if positions * outputs <= SOME_OUTPUTS else min(positions, max(1, SOME_OUTPUTS // outputs))
+
+
+def picked_positions(counted: Tensor, outputs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Returns S random positions of each input (B, S), among those that count (B, T), and their weights (B, S) float64.
+
+    A weight is the number of positions divided by the number of drawn ones, so weighted sums are unbiased.
+    """
+    keys = torch.rand(counted.shape, generator=generator, device=generator.device).to(counted.device)
+    some = picked_count(counted.shape[1], outputs)
+    picked = torch.where(counted, keys, 2.0).topk(some, largest=False).indices.sort().values
+    known = counted.sum(1, keepdim=True).double()
+    return picked, counted.gather(1, picked) * known / known.clamp(1, some)
+
+
+def rows_at_positions(
+    anchors: Anchors, weights: Weights, batch: Batch, likelihood: Likelihood, generator: torch.Generator
+) -> ObjectiveRows:
+    """Returns the blocks of the NTK at S positions of each input, with weights as in `picked_positions`."""
+    every, outputs = batch.rows(), batch.tangent.outputs
+    likelihood.check(every["outputs"], every["targets"])
+    samples, count = every["samples"], len(every["outputs"]) // every["samples"]
+    counted = torch.ones(samples, count, dtype=torch.bool) if batch.counted is None else batch.counted.flatten(1)
+    counted = counted.to(double_device(every["outputs"].device))
+    picked, repeats = picked_positions(counted, outputs, generator)
+    repeats = repeats.flatten()
+    rows = (picked + count * torch.arange(samples, device=picked.device)[:, None]).flatten()
+    if every["weights"] is not None:
+        repeats = repeats * every["weights"][rows].to(repeats)
+    chosen = PickedPositions(picked, count, outputs)
+    inner, cross, within, _ = kernel(anchors, weights, batch.inputs, chosen)
+    if len(cross) < len(rows):  # rows of a sample are together
+        shape = picked.shape[1], outputs
+        cross = cross.unflatten(1, shape).flatten(0, 1)
+        within = within.unflatten(2, shape).unflatten(1, shape).diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
+    return ObjectiveRows(Kernel(inner, cross, within, every["outputs"][rows]), every["targets"][rows], repeats)

@@ -23,8 +23,7 @@ from ..passes import Batch, FitResult, IteratePass, LikelihoodPass, Passes, Step
 from ..problem import FisherRoot, Problem
 from ..state import Descent, Values
 from . import ClosedForm, NaturalGradient, VallaFit
-from .inducing import DrawnOnce, kernel
-from .objective_rows import ObjectiveRows, rows_at_positions
+from .inducing import DrawnOnce, ObjectiveRows, kernel, rows_at_positions
 from .points import POOL, movable
 
 EXPLODED = 1e3  # increase of the objective over its first value, in units of its scale, above which it has diverged
