@@ -15,26 +15,24 @@ from torch.utils.data import DataLoader
 from .. import ranks
 from ..covariance import Covariance, has_prior
 from ..data.batches import Forward
-from ..data.data import Data, check_data_size, warn_of_unseen
+from ..data.data import check_data_size, warn_of_unseen
 from ..data.progress import show_progress
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, P
 from ..likelihoods.inferred import warn_of_misfit, warn_of_misreading
 from ..methods import DataSummary, FisherRoot, FitResult, Method, Problem
-from ..methods.prior import Prior
-from ..network.gate import checked_network
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior
-from ..posterior.further_data import check_invertible, with_data
 from ..posterior.tuned import checked, tuned
 from ..running.checkpoint import Checkpoint
 from ..running.fingerprints import check_same_network
 from ..running.runner import NoCheckpoint, Runner, Stop
-from ..tangent import LastLayer, Predicate, Tangent
+from ..tangent import LastLayer, Predicate
 from ..tangent.retry import entry
 from ..tuning import Refit, Training, Tuning
 from ..tuning.refit import is_cheap
 from .choice import Choice, advice_on_memory, choose, log_default
+from .continued import continued
 from .fit_data import FitData
 from .options import DEFAULT_TUNING, FitOptions
 
@@ -146,7 +144,7 @@ def fit(
         if options.prior is None:
             fitted = _from_start(options, model, loader, file)
         else:
-            fitted = _continued(options, options.prior, model, loader, file), ()
+            fitted = continued(options, options.prior, model, loader, file), ()
         return checked(*fitted)
 
 
@@ -280,39 +278,3 @@ def _stop(choice: Choice, problem: Problem, tune: Tuning, runner: Runner) -> Sto
         return ranks.on_first("early stopping", lambda: falls(part, whole))
 
     return stop
-
-
-def _continued(options: FitOptions, former: Posterior, model: Any, loader: Any, file: NoCheckpoint) -> Posterior:
-    """Returns the posterior of further data, after further training, with a former posterior as the prior."""
-    former._check_network()
-    check_invertible(former)
-    data = Data.of(loader, former, options.sample_weights)
-    # 1. the survey of the network that was trained further, with the parameters of the former fit
-    before = former.tangent
-    if isinstance(model, nn.Module):
-        present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if not present.issuperset(before.parameters):
-            raise _other_network(model, before)
-    call = replace(
-        before.call, model=checked_network(model, False), forward=options.forward or before.call.forward,
-        activation=former.likelihood.activation, looks=True,
-    )  # fmt: skip
-    memory = options.memory or before.memory
-    tangent = Tangent.survey(call, data.first.inputs, lambda name, _: name in before.parameters, memory=memory)
-    if tangent.blocks != before.blocks or tangent.outputs != before.outputs:
-        raise _other_network(tangent.model, before)
-    # 2. the former posterior with the curvature of further data
-    with file.opened(data, options.described, tangent):
-        remedy = "Train the network longer on them, or fit without prior=, which tunes the noise variance again."
-        whole = with_data(former, tangent, data, remedy, file)
-    return replace(
-        whole, prior=Prior(former.prior.precision, before.mean(), fixed=True), noise_fixed=True, history={},
-        method=replace(whole.method, after_former=True), stamp=Stamp.of(tangent.model),
-    )  # fmt: skip
-
-
-def _other_network(model: Any, former: Tangent) -> LapwingError:
-    return LapwingError(
-        f"{type(model).__name__} has other layers than the network of the former posterior, "
-        f"{type(former.model).__name__} with {former.outputs} outputs. Train a copy of that network further."
-    )
