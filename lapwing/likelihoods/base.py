@@ -29,6 +29,9 @@ from .quadrature import weighted_log_power_mean
 Integrals = dict[type[Link], Callable[..., Tensor]]
 """Link class -> function that computes an expectation with a link of this class."""
 
+MOST_RAISED = 0.02
+"""Share by which a spread of the weights may raise the sum of mean counts, `E[exp(f)] > exp(E[f])`."""
+
 
 def apply_weights(values: Tensor, weights: Tensor | None) -> Tensor:
     """Returns values (B, ...) times weights (B,), or None for ones; 0 times an infinite value or NaN is 0."""
@@ -202,8 +205,12 @@ class Likelihood(Options, ABC, Generic[P]):
         return ()
 
     def raised(self, prediction: Any) -> Tensor | None:
-        """Returns the numbers `E[exp(f)] > exp(E[f])` of a prediction, which a wide spread makes far too large."""
+        """Returns means of y (B, C), whose sum over the data a spread of the weights must not change much, or None."""
         return None
+
+    def most_raised(self, total: float, rows: float) -> float:
+        """Returns by how much a spread may change the sum of `raised`, which is `total` for the network alone."""
+        return MOST_RAISED * total
 
     def with_dispersion(self, statistics: dict[str, Tensor]) -> tuple[Likelihood[P], float]:
         """Returns the likelihood whose predictions vary as much as its statistics show, and its τ: see `Poisson`."""

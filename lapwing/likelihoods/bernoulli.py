@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -105,6 +106,17 @@ class Bernoulli(LogitLikelihood["BernoulliPrediction"]):
         chosen, latent = self.choose_link(latent, link), self.tempered(latent)
         log_odds = chosen.log_odds(latent, generator)
         return BernoulliPrediction(log_odds, latent, chosen, self.soft_targets, self.missing)
+
+    def raised(self, prediction: BernoulliPrediction) -> Tensor | None:
+        """Returns the probabilities of one yes or no; several labels have a smaller bound on the cost of the spread."""
+        return prediction.probs if prediction.probs.shape[1] == 1 else None
+
+    def most_raised(self, total: float, rows: float) -> float:
+        """Returns the standard error of the number of yes, at least 1.
+
+        The exact posterior has the mean of the data: `E[Σ (y_n - p_n)] = 0` over a bias with a flat prior.
+        """
+        return math.sqrt(max(1.0, total * (1 - total / rows)))
 
     def integrals(self, outputs: int, alpha: float) -> Integrals:
         """Returns `Quadrature` if C = 1 or α = 0, and `SampledLink`: else correlated outputs do not factorise."""

@@ -16,6 +16,7 @@ from ..data.progress import tracked
 from ..errors import LapwingError
 from ..jacobian.jacobian import Reads
 from ..likelihoods import Likelihood, apply_weights, curvature_weights
+from ..likelihoods.base import MOST_RAISED
 from ..likelihoods.gaussian import ROUNDING
 from ..likelihoods.targets import no_targets_error
 from ..linalg import doubled
@@ -32,7 +33,6 @@ from .search import evenly
 SOME_POSITIONS = 16  # number of positions of an input that are scored if each needs its own backward passes
 WIDTH_OUTPUTS = 200  # of an input with more outputs, over all positions, a mean variance uses some positions
 HEADS = evenly(-2.0, 2.0, 41)  # candidates for log10 of T of a head, or of its σ² over the σ² in the curvature
-MOST_RAISED = 1.02  # maximum of the sum of `Likelihood.raised`, over its least value of all candidates
 PROBES = 4  # random combinations of C outputs, if an input has more than 1 000 outputs that need a backward pass each
 
 Candidates = Callable[[Posterior], list[Posterior]]
@@ -137,7 +137,7 @@ class _ScoreTable:
         outputs, labels = outputs.repeat(many, 1), labels.repeat(many, *[1] * (labels.ndim - 1))
         likelihoods = [likelihood.with_noise_variance(noise) for noise in self._noises] or [likelihood]
         predictions = [one.predict(latent, link) for one in likelihoods for latent in latents]
-        raised = likelihood.raised(predictions[0])
+        raised = likelihood.raised(predictions[0]) if likelihood.activation is None else None  # labels show it
         if raised is not None:
             self._raised[place] = self._raised.get(place, 0.0) + float(raised.sum())
         scores = torch.cat([one.log_prob(labels).unflatten(0, (many, -1)) for one in predictions])
@@ -154,7 +154,8 @@ class _ScoreTable:
             sums, numbers = torch.stack([sums for _, sums in sorted(self._uniform.items())]).unbind(2)
             scores += (sums / numbers.clamp_min(1) / scores.shape[-1]).to(scores)[..., None]
         for at, (place, total) in enumerate(sorted(self._raised.items())):
-            if not total <= MOST_RAISED * min(self._raised[other] for other in self._raised if other[0] == place[0]):
+            least = min(self._raised[other] for other in self._raised if other[0] == place[0])
+            if not total - least <= MOST_RAISED * least:
                 scores[at] = -torch.inf
         return scores
 
@@ -172,13 +173,13 @@ def spread_costs(
     """Returns the costs of the spread of posteriors that differ only in their prior, in nats, and the rows it read.
 
     A cost is the mean of `log p(y_n|f_n) - log p(y_n|N(f_n, V_n))` over samples as in `candidate_latents` that count,
-    by their weights. It is negative if the spread helps, and infinite if it raises what `Likelihood.raised` returns by
-    more than `MOST_RAISED`. Rows are arguments of `DataSummary.add`, for each record.
+    by their weights. It is negative if the spread helps, and infinite if it changes the sum of `Likelihood.raised` by
+    more than `Likelihood.most_raised`. Rows are arguments of `DataSummary.add`, for each record.
     """
     totals, rise = torch.zeros(2, len(posteriors), dtype=torch.float64)
-    count, mean, certain, every = 0.0, None, torch.empty(0), torch.empty(0)
+    count, mean, certain, every, least = 0.0, None, torch.empty(0), torch.empty(0), 0.0
     rows: list[dict[str, Tensor | None]] = []
-    least: Any = None  # what `raised` returns without a spread
+    before: Any = None  # what `raised` returns without a spread
     latents = candidate_latents(posteriors[:1], lambda _: list(posteriors), loader)
     for (_, i), posterior, latent, labels, weights in latents:
         likelihood = posterior.likelihood
@@ -187,15 +188,19 @@ def spread_costs(
             rows.append({"outputs": mean, "targets": labels, "weights": weights, "counted": counted})
             share = likelihood.known_share(labels, counted)
             plain = likelihood.predict(without_spread(mean), likelihood.tuning_link)
-            certain, least = plain.log_prob(labels), likelihood.raised(plain)
+            certain, before = plain.log_prob(labels), likelihood.raised(plain)
             every = torch.ones_like(certain) if weights is None else weights.to(certain)
-            count += float((every if share is None else every * share.to(every)).sum())
+            counting = every if share is None else every * share.to(every)
+            count += float(counting.sum())
+            least += 0.0 if before is None else float(apply_weights(before, counting).sum())
         prediction = likelihood.predict(latent, likelihood.tuning_link)
         totals[i] += float(apply_weights(doubled(certain) - doubled(prediction.log_prob(labels)), every).sum())
-        if least is not None:
-            rise[i] += float((likelihood.raised(prediction) - MOST_RAISED * least).sum())
+        if before is not None:
+            rise[i] += float(apply_weights(likelihood.raised(prediction) - before, counting).sum())
     costs = totals / max(count, torch.finfo(totals.dtype).tiny)
-    return torch.where(rise > 0, torch.inf, costs).tolist(), rows
+    if before is not None:
+        costs[rise.abs() > posteriors[0].likelihood.most_raised(least, count)] = torch.inf
+    return costs.tolist(), rows
 
 
 def width_scores(
