@@ -26,9 +26,9 @@ from torch import Tensor
 from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
-from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..jacobian.layers.embedding import TiedTable
+from ..jacobian.outer import FisherSums
 from ..linalg import double_device, joined, total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.probe import PROBED_SAMPLES
