@@ -174,7 +174,12 @@ class Run(nn.Module, ABC):
         self.observe, self.kinds, self.novelty, self.layer = wanted.observe, wanted.kinds, wanted.novelty, wanted.layer
         self.activation = tangent.call.activation
         if self.novelty is not None:
-            self.features = _equal_value(values, features_of(self.novelty.tangent, inputs), OTHER_FEATURES)
+            otherwise = (
+                "No exported tensor has the features of novelty=. If the detector is of another network, write "
+                "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins "
+                "those of several layers, which is not exported: deploy without it, and call detector(x) too."
+            )
+            self.features = _equal_value(values, features_of(self.novelty.tangent, inputs), otherwise)
         self.of_noise = _read_by(values, tangent, self.layer, inputs) if self.layer else graph.output
 
     @abstractmethod
@@ -259,13 +264,6 @@ class StreamlinedRun(Run):
                 mean = run_call(step.node, {**values, step.uncertain[0]: mean}, program.dtype)
             moments = moments.expand(mean.shape[0], -1)
         return mean, moments, values, ()
-
-
-OTHER_FEATURES = (
-    "No exported tensor has the features of novelty=. If the detector is of another network, write "
-    "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins those of "
-    "several layers, which is not exported: deploy without it, and call detector(x) too."
-)
 
 
 def _equal_value(values: Mapping[str, Any], wanted: Tensor, otherwise: str) -> str:

@@ -18,9 +18,6 @@ from .uncertain import drawn
 from .way import Way
 from .weight_draws import draws_at_positions
 
-_INPUT_SEED = 0x9E3779B97F4A7C15
-"""Added to the seed for draws of inputs, so that uncertain inputs leave the draws of the weights unchanged."""
-
 
 @dataclass(frozen=True)
 class MonteCarlo(Way):
@@ -47,13 +44,22 @@ class MonteCarlo(Way):
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
         """Returns the outputs under each draw."""
         tangent.check(inputs.certain)
-        draws = _stacked(self._outputs(tangent, covariance, inputs), self.draws)
+        outputs = self._outputs(tangent, covariance, inputs)
+        first = next(outputs)
+        if first.requires_grad:
+            draws = torch.stack([first, *outputs])
+        else:  # each is copied into the result at once, which saves memory
+            check_memory(f"MonteCarlo(draws={self.draws})", self.draws, first.numel())
+            draws = first.new_empty(self.draws, *first.shape)
+            for i, part in enumerate(chain([first], outputs)):
+                draws[i] = part
         return draws_at_positions(tangent, LatentDraws(draws, joint), inputs)
 
     def _outputs(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Iterator[Tensor]:
         """Yields the outputs (B, C) under each draw."""
         generator = torch.Generator(covariance.device).manual_seed(self.seed)
-        noise = torch.Generator(tangent.device).manual_seed((self.seed + _INPUT_SEED) % 2**63)
+        # another seed for draws of inputs, so that uncertain inputs leave the draws of the weights unchanged
+        noise = torch.Generator(tangent.device).manual_seed((self.seed + 0x9E3779B97F4A7C15) % 2**63)
         parameters, mean = tangent.parameters, tangent.mean()
         for _ in range(self.draws):
             steps = covariance.sample(1, generator)
@@ -64,15 +70,3 @@ class MonteCarlo(Way):
             chunks = draw.chunks(tangent.chunk_length(1))
             parts = [tangent.call_with(weights, chunk).to(tangent.dtype) for _, chunk in chunks]
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _stacked(parts: Iterator[Tensor], count: int) -> Tensor:
-    """Stacks tensors of one shape; without gradients each is copied into the result at once, which saves memory."""
-    first = next(parts)
-    if first.requires_grad:
-        return torch.stack([first, *parts])
-    check_memory(f"MonteCarlo(draws={count})", count, first.numel())
-    whole = first.new_empty(count, *first.shape)
-    for i, part in enumerate(chain([first], parts)):
-        whole[i] = part
-    return whole

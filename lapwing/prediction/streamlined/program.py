@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lapwing")
 
-SAME = 1e-5  # relative difference up to which sums of variances belong to one posterior, on any device
-
 
 def build(
     tangent: Tangent,
@@ -76,7 +74,8 @@ def build(
     program = Program(graph, steps, sites, treated, dtype, way, axes, layouts if correlated else {}, width)
     if way.features is not None:
         found, fitted = program.fingerprints(), way.features.posterior
-        if found.shape != fitted.shape or not torch.allclose(found, fitted, rtol=SAME, atol=0):
+        # on another device the sums of variances of the same posterior differ by up to 1e-5
+        if found.shape != fitted.shape or not torch.allclose(found, fitted, rtol=1e-5, atol=0):
             raise LapwingError(
                 f"This Streamlined(features=...) was fitted to another posterior of {graph.network}, or to another "
                 "prior or noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
