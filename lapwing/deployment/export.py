@@ -26,7 +26,6 @@ from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments, mean_of
 from ..prediction.streamlined.operations import Kind, is_a, operation_of
 from ..prediction.streamlined.program import Program, build
-from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
 from ..tangent.features import features_at
@@ -235,7 +234,10 @@ class StreamlinedRun(Run):
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
         masked = tangent.call.activation is not None and not possible(outputs).all()  # averages need covariances
-        end, head, steps = () if masked else _end(program), None, []
+        end = tuple(step for step in program.schedule.steps if step.node.name in program.joint_steps)
+        if masked or not all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:]):
+            end = ()  # only views may follow a last layer without matrices
+        head, steps = None, []
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
@@ -288,13 +290,6 @@ def _read_by(values: Mapping[str, Any], tangent: Tangent, layer: str, inputs: In
         "lw.deploy(posterior, x, outputs='latent'); and leave out via=."
     )
     return _equal_value(values, features_at(tangent, layer, inputs), otherwise)
-
-
-def _end(program: Program) -> tuple[Step, ...]:
-    """Returns the last layer and the views after it, or nothing if other steps follow."""
-    end = tuple(step for step in program.schedule.steps if step.node.name in program.joint_steps)
-    plain = all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:])
-    return end if end and plain else ()
 
 
 def _whole(output: Moments, kinds: int, activation: str | None) -> tuple[Tensor, Tensor]:

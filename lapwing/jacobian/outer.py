@@ -90,10 +90,6 @@ class Outer(MatrixJacobian):
     def strips(self) -> Strips:
         return Strips.whole(self.a[:, None, None], self.g[:, :, None, None])
 
-    def _shared(self) -> SharedOuter:
-        """Returns the same Jacobian in the form of several positions."""
-        return SharedOuter(self.strips).within(self.slice_bytes)
-
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:
         """Returns g, None if the layer gives the outputs, and the scales `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O)."""
         squares, layout = self._a.square(), (self.outputs, self.inputs, self._bias)
@@ -151,12 +147,14 @@ class Outer(MatrixJacobian):
         return values if self.slopes is None else values * self.slopes.unsqueeze(-1)
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
-        return self._shared().plus(other_uses)
+        return SharedOuter(self.strips).within(self.slice_bytes).plus(other_uses)
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""
         if not isinstance(other, Outer):
-            return super().gram(other) if other.strips is None else self._shared().gram(other)
+            if other.strips is None:
+                return super().gram(other)
+            return SharedOuter(self.strips).within(self.slice_bytes).gram(other)
         inputs = F.linear(self.a, other.a)  # (B, B')
         gradients = F.linear(self.g.flatten(0, 1), other.g.flatten(0, 1))
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
