@@ -87,7 +87,7 @@ class Outer(MatrixJacobian):
         return self._like(torch.cat([outside, inside], 1), self._g)
 
     @property
-    def strips(self) -> Strips:
+    def strips(self) -> Strips:  # type: ignore[override]
         return Strips.whole(self.a[:, None, None], self.g[:, :, None, None])
 
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:

@@ -29,13 +29,9 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     """T positions per sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), in strips."""
 
     def __init__(self, strips: Strips) -> None:
-        self._strips = strips
+        self.strips: Strips = strips
         self.batch, self.cotangents, self.positions, self.groups, self.outputs, self.inputs = strips.shape
         self.size = self.groups * self.outputs * self.inputs
-
-    @property
-    def strips(self) -> Strips:
-        return self._strips
 
     def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """Yields `Σ_t g a` for slices of output channels: one product of (R o, t) by (t, I) per sample and strip."""
@@ -235,7 +231,11 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
         if by_rows <= by_positions:
             return total(rows.square().sum() for _, rows in self.row_slices())
-        return total(_table_sum(mine, theirs) for mine in self.strips for theirs in self.strips)
+        return total(
+            (torch.einsum("ntgi,nsgi->ngts", a, b) * torch.einsum("nrtgo,nrsgo->ngts", g, h)).sum()
+            for a, g in self.strips
+            for b, h in self.strips
+        )
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `J J'ᵀ` (B, R, B', R') from rows, or as `Σ_tt' (a_t·a'_t')(g_t·g'_t')`, whichever is cheaper."""
@@ -329,9 +329,3 @@ def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:
     """Returns `Σ_n,t (u g) aᵀ` (S, P) for one strip and u (B, R, S)."""
     g = (cotangents.mT @ g.flatten(2)).unflatten(2, g.shape[2:])  # (B, S, t, G, O)
     return torch.einsum("nstgo,ntgi->sgoi", g, a).flatten(1)
-
-
-def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
-    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () for two strips of the same samples."""
-    inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
-    return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()

@@ -46,15 +46,12 @@ class OneHot(MatrixJacobian):
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
-    def _factor(self, weighting: DiagonalWeights) -> Tensor:
-        """Returns `g √w` (B, R, T O) for the weights w of the sample's tokens."""
-        picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
-        return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
-
     def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
-        """Uses Gram matrices, squared row norms, or squared Frobenius norms of `_factor`."""
+        """Uses Gram matrices, squared row norms, or squared Frobenius norms of `g √w`, w at the tokens."""
         found = []
-        for factor in map(self._factor, candidates):
+        for weighting in candidates:
+            picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
+            factor = (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)  # g √w (B, R, T O)
             if reads == "covariances":
                 factor = reflect_(factor, 1)
                 found.append(factor @ factor.mT)
