@@ -77,8 +77,14 @@ def trace(
         else:
             program = _program(tangent, covariance, graph, via, inputs)
             run = StreamlinedRun(program, inputs, wanted, tangent)
-            if linearised:
-                _check_last_layer(program, run, tangent)
+            steps = [step.node.name for step in program.schedule.steps if step.uncertain]
+            if linearised and not (run.complete and program.joint_steps.issuperset(steps)):
+                names = [block.name for block in tangent.blocks]
+                raise LapwingError(
+                    f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "
+                    f"{type(tangent.model).__name__} has others, in {', '.join(names[:3])}"
+                    f"{', ...' if len(names) > 3 else ''}. Write via=lw.Streamlined()."
+                )
         with quiet():
             shapes = tuple({d: Dim.AUTO for d, n in enumerate(s) if isinstance(n, str)} or None for s in graph.shapes)
             exported = torch.export.export(run, tuple(inputs.leaves), dynamic_shapes=(shapes,), strict=False)
@@ -127,17 +133,6 @@ def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Stream
 
 def _copies(graph: Graph) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in graph.tensors.items()}
-
-
-def _check_last_layer(program: Program, run: StreamlinedRun, tangent: Tangent) -> None:
-    """Refuses uncertain values before the last layer, and a last layer whose covariances are not complete."""
-    early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.joint_steps]
-    if early or not run.complete:
-        names = ", ".join(block.name for block in tangent.blocks[:3]) + (", ..." if len(tangent.blocks) > 3 else "")
-        raise LapwingError(
-            f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "
-            f"{type(tangent.model).__name__} has others, in {names}. Write via=lw.Streamlined()."
-        )
 
 
 def _compare(run: Run, module: fx.GraphModule, inputs: Inputs, tangent: Tangent) -> None:

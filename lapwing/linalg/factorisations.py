@@ -14,7 +14,6 @@ from .values import SLICE_NUMBERS, check_matrices, doubled, row_products
 log = logging.getLogger("lapwing")
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
-GRAM_CUT = 1e-3  # relative singular value above which a Gram matrix in float64 gives a direction to 1e-6
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -85,7 +84,7 @@ def _left_vectors(rows: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
     if rank is not None and rank < len(rows):
         squares, left = symmetric_eigen(row_products(rows, rows))
         values = squares.sqrt()
-        if values[-rank] > GRAM_CUT * values[-1]:
+        if values[-rank] > 1e-3 * values[-1]:  # a Gram matrix in float64 gives such directions to 1e-6
             return left.flip(1), values.flip(0)
     return torch.linalg.svd(_triangle(rows.T).T)[:2]
 
