@@ -35,9 +35,6 @@ from .terms import (
 Factor = float | tuple[float, ...]
 """A factor of a covariance, or one for each output."""
 
-MAX_FACTOR_RATIO = 8
-"""Maximum ratio of columns to outputs of stored factors. Wider factors are multiplied out to save memory."""
-
 
 class BaseLatent:
     """A latent that prints as its kind and shape. `has_positions(latent)` and its siblings say what else it has."""
@@ -159,7 +156,7 @@ class Latent(BaseLatent):
         return replace(self, terms=(DenseTerm(self.covariance + torch.diag_embed(variances)),))
 
     def without_wide_factors(self) -> Latent:
-        return replace(self, terms=multiplied_out(self.terms, MAX_FACTOR_RATIO))
+        return replace(self, terms=multiplied_out(self.terms, times=8))  # wider factors than 8 C need more memory
 
     def with_checks(self) -> Latent:
         return replace(self, checked=True)

@@ -11,9 +11,6 @@ from torch import Tensor
 from ..jacobian.jacobian import SLICE_BYTES
 from .terms import DenseTerm, EigenTerm, Term
 
-MATRIX_SIDE = 4096
-"""Maximum number of weights of a layer for which `FactorLayer` may form the covariance matrix (64 MiB)."""
-
 
 class LayerBlock(ABC):
     """The covariance of one layer's matrix weight (O, I), including the bias column."""
@@ -81,9 +78,15 @@ class FactorLayer(LayerBlock):
 
     def push(self, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:
         rows, outputs, inputs = self._factor.shape
-        fits = outputs * inputs <= max(rows, MATRIX_SIDE)
+        fits = outputs * inputs <= max(rows, 4096)  # the matrix of 4096 weights has 64 MiB
         if variance is not None and variance.ndim == 3 and rows >= outputs and fits:
-            pushed = self._push_matrix(mean, variance, full)
+            # by the covariance matrix: O²I² products per sample, compared with K O I² by factors
+            moment = (mean[:, :, None] * mean[:, None] + variance).flatten(1)  # (B, I I)
+            matrix = self._matrix.to(mean.dtype)
+            if full:
+                pushed = (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
+            else:
+                pushed = moment @ matrix.diagonal().flatten(0, 1)  # (B, O)
         else:
             pushed = push_factor(self._factor.to(mean.dtype), mean, variance, full)
         if self._variances is None:
@@ -111,14 +114,6 @@ class FactorLayer(LayerBlock):
         rows = self._factor.flatten(1)
         _, outputs, inputs = self._factor.shape
         return (rows.T @ rows).reshape(outputs, inputs, outputs, inputs).transpose(1, 2).contiguous()
-
-    def _push_matrix(self, mean: Tensor, variance: Tensor, full: bool) -> Tensor:
-        """Returns `push` by the covariance matrix: O²I² products per sample, compared with K O I² by factors."""
-        moment = (mean[:, :, None] * mean[:, None] + variance).flatten(1)  # (B, I I)
-        matrix = self._matrix.to(mean.dtype)
-        if full:
-            return (moment @ matrix.flatten(2).flatten(0, 1).T).unflatten(1, matrix.shape[:2])  # (B, O, O)
-        return moment @ matrix.diagonal().flatten(0, 1)  # (B, O)
 
 
 def push_diagonal(weights: Tensor, mean: Tensor, variance: Tensor | None, full: bool) -> Tensor:

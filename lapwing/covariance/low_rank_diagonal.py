@@ -29,10 +29,7 @@ class LowRankPlusDiagonal(Covariance):
         self.blocks, self.precision = blocks, precision
         self.variances = {block.name: variances[block.name] for block in blocks}
         self.factor = {block.name: factor[block.name] for block in blocks}
-
-    @property
-    def rank(self) -> int:
-        return len(self.factor[self.blocks[0].name])
+        self.rank = len(self.factor[blocks[0].name])
 
     @property
     def full_rank(self) -> bool:  # type: ignore[override]
@@ -106,10 +103,7 @@ class Draws(Covariance):
     def __init__(self, blocks: tuple[Block, ...], draws: Vectors, precision: Tensor) -> None:
         self.blocks, self.precision = blocks, precision.double()
         self.draws = {block.name: draws[block.name] for block in blocks}
-
-    @property
-    def distinct_draws(self) -> int:  # type: ignore[override]
-        return len(self.draws[self.blocks[0].name])
+        self.distinct_draws: int = len(self.draws[blocks[0].name])
 
     def mv(self, vectors: Vectors) -> Vectors:
         inner = total(vectors[name] @ z.T for name, z in self.draws.items()) / self.distinct_draws  # (n, S)

@@ -155,8 +155,8 @@ class EigenTerm(Term):
         """Only s, because all samples share U."""
         return (self.scale,)
 
-    def with_rows(self, *rows: Tensor) -> EigenTerm:
-        return EigenTerm(self.basis, *rows)
+    def with_rows(self, *rows: Tensor) -> Self:
+        return type(self)(self.basis, *rows)
 
     def variance(self) -> Tensor:
         """Returns the diagonal. Time O(B C²), or O(1) without U."""
@@ -198,11 +198,10 @@ def _selected_rows(basis: Tensor, scale: Tensor, outputs: Tensor) -> FactoredTer
 
 
 @dataclass(frozen=True)
-class StretchedTerm(Term):
+class StretchedTerm(EigenTerm):
     """`D U diag(s) Uᵀ D` with D = diag(d): an `EigenTerm` of outputs that are multiplied by d (B, C)."""
 
     basis: Tensor
-    scale: Tensor
     factors: Tensor
 
     @property
@@ -210,18 +209,11 @@ class StretchedTerm(Term):
         """Only s and d, because all samples share U."""
         return self.scale, self.factors
 
-    def with_rows(self, *rows: Tensor) -> StretchedTerm:
-        return StretchedTerm(self.basis, *rows)
-
     def scaled(self, factor: float) -> StretchedTerm:
         return StretchedTerm(self.basis, self.scale * factor, self.factors)
 
-    @property
-    def _plain(self) -> EigenTerm:
-        return EigenTerm(self.basis, self.scale)
-
     def variance(self) -> Tensor:
-        return self._plain.variance() * self.factors.square()
+        return super().variance() * self.factors.square()
 
     def centred_variance(self) -> Tensor:
         """Returns `Σ_j s_j (d_c U_cj - ū_j)²` with `ū_j = Σ_k d_k U_kj / C`. Time O(B C²)."""
@@ -237,14 +229,14 @@ class StretchedTerm(Term):
         return nonnegative(squares + 2 * cross + rest.square() * of_mean - 2 * rest * mixed + of_shift)
 
     def dense(self) -> Tensor:
-        return self._plain.dense() * self.factors.unsqueeze(-1) * self.factors.unsqueeze(-2)
+        return super().dense() * self.factors.unsqueeze(-1) * self.factors.unsqueeze(-2)
 
     def times(self, vectors: Tensor) -> Tensor:
         factors = self.factors.unsqueeze(1)
-        return factors * self._plain.times(factors * vectors)
+        return factors * super().times(factors * vectors)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        return self.factors * self._plain.sample(count, generator)
+        return self.factors * super().sample(count, generator)
 
     def stretched(self, factors: Tensor) -> StretchedTerm:
         return StretchedTerm(self.basis, self.scale, self.factors * factors)

@@ -26,7 +26,6 @@ from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments, mean_of
 from ..prediction.streamlined.operations import Kind, is_a, operation_of
 from ..prediction.streamlined.program import Program, build
-from ..prediction.streamlined.schedule import Step
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
 from ..tangent.features import features_at
@@ -78,8 +77,14 @@ def trace(
         else:
             program = _program(tangent, covariance, graph, via, inputs)
             run = StreamlinedRun(program, inputs, wanted, tangent)
-            if linearised:
-                _check_last_layer(program, run, tangent)
+            steps = [step.node.name for step in program.schedule.steps if step.uncertain]
+            if linearised and not (run.complete and program.joint_steps.issuperset(steps)):
+                names = [block.name for block in tangent.blocks]
+                raise LapwingError(
+                    f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "
+                    f"{type(tangent.model).__name__} has others, in {', '.join(names[:3])}"
+                    f"{', ...' if len(names) > 3 else ''}. Write via=lw.Streamlined()."
+                )
         with quiet():
             shapes = tuple({d: Dim.AUTO for d, n in enumerate(s) if isinstance(n, str)} or None for s in graph.shapes)
             exported = torch.export.export(run, tuple(inputs.leaves), dynamic_shapes=(shapes,), strict=False)
@@ -130,17 +135,6 @@ def _copies(graph: Graph) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in graph.tensors.items()}
 
 
-def _check_last_layer(program: Program, run: StreamlinedRun, tangent: Tangent) -> None:
-    """Refuses uncertain values before the last layer, and a last layer whose covariances are not complete."""
-    early = [step for step in program.schedule.steps if step.uncertain and step.node.name not in program.joint_steps]
-    if early or not run.complete:
-        names = ", ".join(block.name for block in tangent.blocks[:3]) + (", ..." if len(tangent.blocks) > 3 else "")
-        raise LapwingError(
-            f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "
-            f"{type(tangent.model).__name__} has others, in {names}. Write via=lw.Streamlined()."
-        )
-
-
 def _compare(run: Run, module: fx.GraphModule, inputs: Inputs, tangent: Tangent) -> None:
     """Compares the calls with the program for another number of samples."""
     leaves = inputs.take(slice(0, 1)).leaves
@@ -174,7 +168,12 @@ class Run(nn.Module, ABC):
         self.observe, self.kinds, self.novelty, self.layer = wanted.observe, wanted.kinds, wanted.novelty, wanted.layer
         self.activation = tangent.call.activation
         if self.novelty is not None:
-            self.features = _equal_value(values, features_of(self.novelty.tangent, inputs), OTHER_FEATURES)
+            otherwise = (
+                "No exported tensor has the features of novelty=. If the detector is of another network, write "
+                "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins "
+                "those of several layers, which is not exported: deploy without it, and call detector(x) too."
+            )
+            self.features = _equal_value(values, features_of(self.novelty.tangent, inputs), otherwise)
         self.of_noise = _read_by(values, tangent, self.layer, inputs) if self.layer else graph.output
 
     @abstractmethod
@@ -230,7 +229,10 @@ class StreamlinedRun(Run):
         values = {**program.graph.bind(inputs), **fixed}
         outputs = program.graph.run(inputs)[program.graph.output]
         masked = tangent.call.activation is not None and not possible(outputs).all()  # averages need covariances
-        end, head, steps = () if masked else _end(program), None, []
+        end = tuple(step for step in program.schedule.steps if step.node.name in program.joint_steps)
+        if masked or not all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:]):
+            end = ()  # only views may follow a last layer without matrices
+        head, steps = None, []
         for step in program.schedule.steps:
             name = step.node.name
             if end and step is end[0]:
@@ -261,13 +263,6 @@ class StreamlinedRun(Run):
         return mean, moments, values, ()
 
 
-OTHER_FEATURES = (
-    "No exported tensor has the features of novelty=. If the detector is of another network, write "
-    "novelty=lw.novelty(posterior.model, loader). Otherwise it averages them over positions, or joins those of "
-    "several layers, which is not exported: deploy without it, and call detector(x) too."
-)
-
-
 def _equal_value(values: Mapping[str, Any], wanted: Tensor, otherwise: str) -> str:
     """Returns the name of the last value that equals a tensor: a ReLU may equal its input at the example.
 
@@ -290,13 +285,6 @@ def _read_by(values: Mapping[str, Any], tangent: Tangent, layer: str, inputs: In
         "lw.deploy(posterior, x, outputs='latent'); and leave out via=."
     )
     return _equal_value(values, features_at(tangent, layer, inputs), otherwise)
-
-
-def _end(program: Program) -> tuple[Step, ...]:
-    """Returns the last layer and the views after it, or nothing if other steps follow."""
-    end = tuple(step for step in program.schedule.steps if step.node.name in program.joint_steps)
-    plain = all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:])
-    return end if end and plain else ()
 
 
 def _whole(output: Moments, kinds: int, activation: str | None) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,6 @@ from ..prediction.streamlined.sites import Treated, arguments_of
 MAX_EIGEN_NUMBERS = 2**27
 """Maximum number of entries of the matrices of quadratic forms that are diagonalised."""
 
-_STEP_NUMBERS, _STEP_ROWS = 2**24, 2**22
-"""Maximum number of entries of covariances, and of input rows, per step."""
-
 
 @dataclass(frozen=True)
 class Head:
@@ -95,7 +92,7 @@ def _spread(covariance: LayerBlock, rows: Tensor, outputs: int, kinds: int) -> T
     """Returns the moments (N, R) of `W a` at rows a."""
     if kinds == 1:
         return covariance.push(rows, None, False)
-    parts = rows.split(max(1, _STEP_NUMBERS // outputs**2))
+    parts = rows.split(max(1, 2**24 // outputs**2))  # at most 2²⁴ entries of covariances per step
     return torch.cat([moments_of(covariance.covariances(part, None), kinds) for part in parts])
 
 
@@ -147,7 +144,8 @@ def _squares_of(spread: Callable[[Tensor], Tensor], inputs: int, like: Tensor, w
         )
     matrices = torch.diag_embed(diagonal.T).double()  # (R, I, I)
     first, second = torch.triu_indices(inputs, inputs, 1, device=like.device)
-    for some in torch.arange(len(first), device=like.device).split(max(1, _STEP_ROWS // max(1, inputs))):
+    step = max(1, 2**22 // max(1, inputs))  # at most 2²² entries of rows
+    for some in torch.arange(len(first), device=like.device).split(step):
         i, j = first[some], second[some]
         both = (spread(eye[i] + eye[j]) - diagonal[i] - diagonal[j]).T.double() / 2  # (R, n)
         matrices[:, i, j] = matrices[:, j, i] = both

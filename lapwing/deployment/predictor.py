@@ -159,7 +159,13 @@ class Predictor(nn.Module):
                 "torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes) instead."
             ) from error
         assert program is not None
-        _name_outputs(program.model.graph, self.returns)
+        graph: Any = program.model.graph
+        for node in graph:
+            for value in node.outputs:
+                if value.name in self.returns:  # the names belong to the outputs
+                    value.name = f"{value.name}_of_{node.name}"
+        for value, name in zip(graph.outputs, self.returns, strict=True):
+            value.name = name
         with replacing(path) as new:
             program.save(new)
         return Path(path)
@@ -186,13 +192,3 @@ class _Plain(fx.Transformer):
             bend = torch.nn.functional.softplus(args[1]).tanh()
             return args[0] * (bend + args[1] * args[1].sigmoid() * (1 - bend * bend))
         return super().call_function(target, args, kwargs)
-
-
-def _name_outputs(graph: Any, names: tuple[str, ...]) -> None:
-    """Names the outputs of an ONNX graph, and renames other values with these names."""
-    for node in graph:
-        for value in node.outputs:
-            if value.name in names:
-                value.name = f"{value.name}_of_{node.name}"
-    for value, name in zip(graph.outputs, names, strict=True):
-        value.name = name

@@ -104,11 +104,7 @@ class BlockJacobian(ABC):
     slice_bytes: int = SLICE_BYTES  # target size of one slice
     is_output: bool = False  # whether the layer gives the network's outputs, and their entries are the cotangents
     slopes: Tensor | None = None  # (B, O) of the network's tail, if the layer gives the outputs and steps follow it
-
-    @property
-    def strips(self) -> Strips | None:
-        """Inputs a and output gradients g at all positions if the rows are `Σ_t g aᵀ`, else None."""
-        return None
+    strips: Strips | None = None  # inputs a and output gradients g at all positions, if the rows are `Σ_t g aᵀ`
 
     def within(self, slice_bytes: int) -> Self:
         """Sets the target size of slices, and returns the same Jacobian."""

@@ -1,6 +1,7 @@
 """The Jacobian of a matrix weight at one position per sample: `J[n, r] = g[n, r] a[n]ᵀ`, which is never formed.
 
-Weights (P,) and vectors (K, P) are laid out as (O, I), the bias as the last input column.
+Weights (P,) and vectors (K, P) are laid out as (O, I), the bias as the last input column. For a layer that gives the
+outputs, `FisherSums` adds up samples from the parts of Λ instead of the C columns of its root.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..linalg import add_squares
+from ..linalg import add_squares, doubled
 from .jacobian import BlockJacobian, MatrixJacobian, Reads, Weightings, reflect_
 from .shared_outer import SharedOuter
 from .strips import Strips
@@ -86,12 +87,8 @@ class Outer(MatrixJacobian):
         return self._like(torch.cat([outside, inside], 1), self._g)
 
     @property
-    def strips(self) -> Strips:
+    def strips(self) -> Strips:  # type: ignore[override]
         return Strips.whole(self.a[:, None, None], self.g[:, :, None, None])
-
-    def _shared(self) -> SharedOuter:
-        """Returns the same Jacobian in the form of several positions."""
-        return SharedOuter(self.strips).within(self.slice_bytes)
 
     def weighted_factors(self, candidates: Weightings) -> tuple[Tensor | None, Iterator[Tensor]]:
         """Returns g, None if the layer gives the outputs, and the scales `s[n, j] = Σ_i a²[n, i] w[j, i]` (B, O)."""
@@ -150,12 +147,14 @@ class Outer(MatrixJacobian):
         return values if self.slopes is None else values * self.slopes.unsqueeze(-1)
 
     def plus(self, other_uses: Sequence[BlockJacobian]) -> BlockJacobian:
-        return self._shared().plus(other_uses)
+        return SharedOuter(self.strips).within(self.slice_bytes).plus(other_uses)
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""
         if not isinstance(other, Outer):
-            return super().gram(other) if other.strips is None else self._shared().gram(other)
+            if other.strips is None:
+                return super().gram(other)
+            return SharedOuter(self.strips).within(self.slice_bytes).gram(other)
         inputs = F.linear(self.a, other.a)  # (B, B')
         gradients = F.linear(self.g.flatten(0, 1), other.g.flatten(0, 1))
         shape = (self.batch, self.cotangents, other.batch, other.cotangents)
@@ -182,3 +181,44 @@ class Outer(MatrixJacobian):
         a = self.a if weights is None else self.a * weights.mean(1, keepdim=True).sqrt().to(self.a)
         add_squares(inputs, a[None])
         return self.batch
+
+
+class FisherSums:
+    """Sums of `Λ ⊗ a aᵀ` over samples, for a layer that gives the outputs. It is not a Jacobian and has no rows.
+
+    Λ has a diagonal (B, O), and off the diagonal `-v vᵀ` for v (B, O), or 0: O numbers per sample instead of O².
+    """
+
+    def __init__(self, layer: Outer, diagonal: Tensor, vector: Tensor | None) -> None:
+        dtype = layer.a.dtype
+        self._layer = layer
+        self._diagonal, self._vector = diagonal.to(dtype), None if vector is None else vector.to(dtype)
+
+    def squared_sum(self) -> Tensor:
+        """Returns `Σ_n Λ_oo a²` (P,). Time O(B O I)."""
+        return (self._diagonal.T @ self._layer.a.square()).flatten()
+
+    def rotated_squared_sum(self, inputs: Tensor | None, outputs: Tensor | None) -> Tensor:
+        """Returns `squared_sum` in another basis, from the diagonal of `Uᵀ Λ U`.
+
+        In float64, since variances `Σ p U² - (Σ p U)²` of peaked probabilities cancel.
+        """
+        diagonal = self._diagonal
+        if outputs is not None:
+            basis, diagonal = doubled(outputs[0]), doubled(diagonal)
+            if self._vector is None:
+                diagonal = diagonal @ basis.square()
+            else:
+                vector = doubled(self._vector)
+                diagonal = (diagonal + vector.square()) @ basis.square() - (vector @ basis).square()
+            diagonal = diagonal.clamp_min(0.0)
+        return FisherSums(self._layer.rotate(inputs, None), diagonal, None).squared_sum()
+
+    def add_kronecker_factors(
+        self, reduce: bool, inputs: Tensor, outputs: Tensor, weights: Tensor | None = None
+    ) -> int:
+        """Adds A and `Γ = Σ Λ` as `MatrixJacobian.add_kronecker_factors` does."""
+        outputs[0].diagonal().add_(self._diagonal.sum(0))
+        if self._vector is not None:  # without the diagonal of v vᵀ, which would cancel
+            outputs[0] -= (self._vector.T @ self._vector).fill_diagonal_(0.0)
+        return self._layer.add_kronecker_factors(reduce, inputs, None, weights)

@@ -21,9 +21,6 @@ from .strips import Strip, Strips, at_positions
 REDUCTION = 40
 """Cost of multiplying and summing one entry, in multiply-adds of a matrix product."""
 
-MAP_CHANNELS = 128
-"""Maximum number of channels for which products of feature maps, sample by sample, are faster than a copy."""
-
 CACHE_BYTES = 2**22
 """Maximum size of the rows that are squared and summed together on a CPU, so that they stay in its cache."""
 
@@ -32,13 +29,9 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
     """T positions per sample in G groups: inputs a (B, T, G, I) and output gradients g (B, R, T, G, O), in strips."""
 
     def __init__(self, strips: Strips) -> None:
-        self._strips = strips
+        self.strips: Strips = strips
         self.batch, self.cotangents, self.positions, self.groups, self.outputs, self.inputs = strips.shape
         self.size = self.groups * self.outputs * self.inputs
-
-    @property
-    def strips(self) -> Strips:
-        return self._strips
 
     def row_slices(self, whole: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """Yields `Σ_t g a` for slices of output channels: one product of (R o, t) by (t, I) per sample and strip."""
@@ -238,7 +231,11 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
         by_positions = self.positions * (self.inputs + self.cotangents * self.outputs)
         if by_rows <= by_positions:
             return total(rows.square().sum() for _, rows in self.row_slices())
-        return total(_table_sum(mine, theirs) for mine in self.strips for theirs in self.strips)
+        return total(
+            (torch.einsum("ntgi,nsgi->ngts", a, b) * torch.einsum("nrtgo,nrsgo->ngts", g, h)).sum()
+            for a, g in self.strips
+            for b, h in self.strips
+        )
 
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `J J'ᵀ` (B, R, B', R') from rows, or as `Σ_tt' (a_t·a'_t')(g_t·g'_t')`, whichever is cheaper."""
@@ -295,7 +292,10 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             w = at_positions(weights, self.positions)
             mean = w.mean(1, keepdim=True).clamp_min(torch.finfo(w.dtype).tiny)
             strips = self._scaled(w / mean.sqrt() if reduce else w.sqrt())
-        for a, g in [self._reduced(strips)] if reduce else strips:
+        if reduce:  # the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions
+            sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in strips]
+            strips = [(total(a for a, _ in sums) / self.positions, total(g for _, g in sums))]
+        for a, g in strips:
             add_squares(inputs, a.permute(2, 0, 1, 3).flatten(1, 2))  # (G, B t, I)
             for some in g.split(self.step(g[0].numel() * g.element_size(), self.batch)):
                 _add_output_squares(outputs, some)
@@ -309,18 +309,14 @@ class SharedOuter(ChunkedRows, MatrixJacobian):
             yield a * factors[:, start:stop, None, None].to(a), g
             start = stop
 
-    def _reduced(self, strips: Iterable[Strip]) -> Strip:
-        """Returns the mean of a (B, 1, G, I) and the sum of g (B, R, 1, G, O) over positions."""
-        sums = [(a.sum(1, keepdim=True), g.sum(2, keepdim=True)) for a, g in strips]
-        return total(a for a, _ in sums) / self.positions, total(g for _, g in sums)
-
 
 def _add_output_squares(sums: Tensor, g: Tensor) -> None:
     """Adds the lower triangle of `Σ g gᵀ` to sums (G, O, O), for g (b, R, t, G, O).
 
-    The positions of a feature map are contiguous. Products sample by sample then need no copy of g.
+    The positions of a feature map are contiguous. Products sample by sample then need no copy of g. Up to 128 channels
+    they are faster than a copy.
     """
-    if g.stride(2) == 1 and g.shape[3] == 1 and g.shape[4] <= min(g.shape[2], MAP_CHANNELS):
+    if g.stride(2) == 1 and g.shape[3] == 1 and g.shape[4] <= min(g.shape[2], 128):
         maps = g.squeeze(3).mT  # (b, R, O, t)
         maps = maps if maps.stride(0) >= maps.stride(1) else maps.transpose(0, 1)  # the order in memory
         maps = maps.flatten(0, 1)
@@ -333,9 +329,3 @@ def _pulled(a: Tensor, g: Tensor, cotangents: Tensor) -> Tensor:
     """Returns `Σ_n,t (u g) aᵀ` (S, P) for one strip and u (B, R, S)."""
     g = (cotangents.mT @ g.flatten(2)).unflatten(2, g.shape[2:])  # (B, S, t, G, O)
     return torch.einsum("nstgo,ntgi->sgoi", g, a).flatten(1)
-
-
-def _table_sum(mine: Strip, theirs: Strip) -> Tensor:
-    """Returns `Σ_n,g,t,t' (a_t·a_t')(g_t·g_t')` () for two strips of the same samples."""
-    inputs = torch.einsum("ntgi,nsgi->ngts", mine[0], theirs[0])
-    return (inputs * torch.einsum("nrtgo,nrsgo->ngts", mine[1], theirs[1])).sum()

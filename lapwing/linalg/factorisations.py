@@ -14,7 +14,6 @@ from .values import SLICE_NUMBERS, check_matrices, doubled, row_products
 log = logging.getLogger("lapwing")
 
 RANK_CUT = 1e-11  # relative singular value below which a direction of explicit float64 rows is rounding noise
-GRAM_CUT = 1e-3  # relative singular value above which a Gram matrix in float64 gives a direction to 1e-6
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -73,7 +72,11 @@ def orthonormal_rows(rows: Tensor, rank: int | None = None, whole: bool = True) 
     length = max(1, SLICE_NUMBERS // max(1, len(rows)))
     for part, out in zip(rows.split(length, -1), basis.split(length, -1), strict=True):
         out.copy_(coefficients @ doubled(part))
-    return _orthonormalised(basis)
+    # they are nearly orthonormal: with V Vᵀ = L Lᵀ the rows of L⁻¹ V are orthonormal
+    root = cholesky(row_products(basis, basis))
+    for part in basis.split(max(1, SLICE_NUMBERS // max(1, len(basis))), -1):
+        part.copy_(torch.linalg.solve_triangular(root, doubled(part), upper=False))
+    return basis
 
 
 def _left_vectors(rows: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
@@ -81,7 +84,7 @@ def _left_vectors(rows: Tensor, rank: int | None) -> tuple[Tensor, Tensor]:
     if rank is not None and rank < len(rows):
         squares, left = symmetric_eigen(row_products(rows, rows))
         values = squares.sqrt()
-        if values[-rank] > GRAM_CUT * values[-1]:
+        if values[-rank] > 1e-3 * values[-1]:  # a Gram matrix in float64 gives such directions to 1e-6
             return left.flip(1), values.flip(0)
     return torch.linalg.svd(_triangle(rows.T).T)[:2]
 
@@ -100,12 +103,3 @@ def _triangle(columns: Tensor) -> Tensor:
     for part in columns.split(max(1, count, SLICE_NUMBERS // (2 * max(1, count)))):
         triangle = torch.linalg.qr(torch.cat([triangle, doubled(part)]), mode="r")[1]
     return triangle
-
-
-def _orthonormalised(rows: Tensor) -> Tensor:
-    """Orthonormalises nearly orthonormal rows (K, P) in place by `L⁻¹ X` with `X Xᵀ = L Lᵀ`; returns them."""
-    # L⁻¹ X Xᵀ L⁻ᵀ = I
-    root = cholesky(row_products(rows, rows))
-    for part in rows.split(max(1, SLICE_NUMBERS // max(1, len(rows))), -1):
-        part.copy_(torch.linalg.solve_triangular(root, doubled(part), upper=False))
-    return rows

@@ -16,9 +16,6 @@ SLICE_NUMBERS = 2**19  # maximum number of entries of a tensor that is copied or
 
 RESOLVED = 1e14  # curvature over prior precision above which float64 sums of float32 Jacobians lose small curvatures
 
-TRIANGLE_COLUMNS = 96, 256
-"""Minimum and maximum number of columns per block of a symmetric product. Between them a block has a third of all."""
-
 STRIP = 256
 """Number of rows of a wide matrix per step."""
 
@@ -63,7 +60,7 @@ def joined(parts: Iterable[Tensor], dim: int = 0) -> Tensor:
 def add_squares(sums: Tensor, values: Tensor) -> None:
     """Adds `xᵀ x` to the lower triangles of sums (G, n, n), for x (G, m, n). `mirrored` reads them."""
     size = sums.shape[-1]
-    least, most = TRIANGLE_COLUMNS
+    least, most = 96, 256  # columns per block; between these limits a block has a third of all columns
     if 3 * size <= 4 * least:
         sums.baddbmm_(values.mT, values)
         return

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..covariance import Blockwise, DenseBlock, DiagonalBlock, KroneckerBlock, Structure
-from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import MatrixJacobian
+from ..jacobian.outer import FisherSums
 from ..likelihoods import Likelihood
 from ..linalg import check_matrices, doubled, eigen_in_place, mirrored, symmetric_eigen
 from ..tangent import MemoryNeed, Tangent

@@ -17,9 +17,6 @@ LISTS = (
 )
 """What to write if torch's collate function has made lists of tensors."""
 
-INPUT_TYPES = "Tensor", "list", "tuple", "dict", "NoneType", "str"
-"""Types of inputs and of their parts, whose missing attributes are the fault of the loader."""
-
 
 class OutputsWithPositions(LapwingError):
     """Raised if outputs have positions, and no `Positions` says which dimension holds the classes."""
@@ -92,7 +89,8 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     if isinstance(error, KeyError):
         return isinstance(inputs.value, Mapping) and error.args[0] not in inputs.value
     if isinstance(error, AttributeError):  # forward() expects tensors and gets a list, or expects a graph
-        return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in INPUT_TYPES)
+        kinds = "Tensor", "list", "tuple", "dict", "NoneType", "str"  # of inputs and of their parts
+        return any(str(error).startswith(f"'{kind}' object has no attribute") for kind in kinds)
     said = str(error).lower()
     if isinstance(error, TypeError):  # also from tensors that are read as dicts or tuples
         return any(words in said for words in ("argument", "invalid data type", "indices must be", "subscriptable"))

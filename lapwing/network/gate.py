@@ -193,11 +193,6 @@ def _refused(model: nn.Module, found: list[tuple[Refusal, str]]) -> LapwingError
     return LapwingError(f"The layer {first} of {type(model).__name__}{also} {reason}. {remedy}")
 
 
-def quantized_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the quantized layers."""
-    return [prefix[:-1] or type(layer).__name__ for prefix, layer in modules_of(model) if is_quantized(layer)]
-
-
 def _shown(path: str, layer: nn.Module) -> str:
     kind, rate = type(layer).__name__, _dropout_rate(layer)
     return f"{path or kind} ({kind}{f', p={rate}' if rate > 0 else ''})"

@@ -27,7 +27,7 @@ from ..errors import LapwingError
 from .call import Call
 from .eager import EagerMode, modules_of, real
 from .functional import FirstCall
-from .gate import quantized_layers
+from .gate import is_quantized
 from .tracing import Recording, graph_leaves, kind_of
 
 JOINING = frozenset(
@@ -207,7 +207,7 @@ def _matching_line(names: Set[str], parameters: Mapping[str, Tensor]) -> str:
 
 
 def _refused_without_gradient(model: nn.Module, kind: str) -> LapwingError:
-    quantized = quantized_layers(model)
+    quantized = [prefix[:-1] or type(layer).__name__ for prefix, layer in modules_of(model) if is_quantized(layer)]
     if quantized:
         return LapwingError(
             f"The outputs of {kind} come out of quantized layers (such as {quantized[0]}), which have no gradients. "

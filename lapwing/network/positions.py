@@ -47,9 +47,8 @@ class Places:
 
         If outputs are (B, C), targets stay.
         """
-        return self._targets_at_positions(targets, outputs) if self.sizes else targets
-
-    def _targets_at_positions(self, targets: Tensor, outputs: int) -> Tensor:
+        if not self.sizes:
+            return targets
         each, shape = (self.samples, *self.sizes), tuple(targets.shape)
         if shape in (each, self.shape(1)):
             return targets.reshape(self.samples, -1) if self.flattened else targets.reshape(-1)

@@ -116,8 +116,12 @@ def opened(function: Callable, args: tuple, watched: Watched, intercept: Interce
     Returns NotImplemented for dropout, and for packed sequences: the call does not show the order of their samples.
     Cost: about the fused forward pass, plus one operation for each gate and step.
     """
-    if function in CELLS:
-        return _cell(function, args, intercept)
+    if function in CELLS:  # one step: two linear layers and the gates
+        x, before, weight_ih, weight_hh, bias_ih, bias_hh = args
+        states = before if function is torch.lstm_cell else (before,)
+        inputs = intercept(F.linear, (x, weight_ih, bias_ih), {})
+        after = CELLS[function](inputs, intercept(F.linear, (states[0], weight_hh, bias_hh), {}), states)
+        return after if function is torch.lstm_cell else after[0]
     if len(args) != 9 or not isinstance(args[3], bool):  # packed sequences have their weights there
         return NotImplemented
     x, start, flat, biases, layers, dropout, training, bidirectional, batch_first = args
@@ -165,12 +169,3 @@ def _direction(
         if steps is not None:
             steps.note(intercept)
     return torch.stack(outputs[::-1] if reverse else outputs), states
-
-
-def _cell(function: Callable, args: tuple, intercept: Intercept) -> Any:
-    """Runs one step of a recurrent cell, one of `CELLS`, as two linear layers and the gates."""
-    x, before, weight_ih, weight_hh, bias_ih, bias_hh = args
-    states = before if function is torch.lstm_cell else (before,)
-    inputs = intercept(F.linear, (x, weight_ih, bias_ih), {})
-    after = CELLS[function](inputs, intercept(F.linear, (states[0], weight_hh, bias_hh), {}), states)
-    return after if function is torch.lstm_cell else after[0]

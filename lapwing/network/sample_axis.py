@@ -22,9 +22,6 @@ from .tracing import RecordedUse, Recording, output_gradients
 
 log = logging.getLogger("lapwing")
 
-BASE, BASE_IN_HALF = 64, 16
-"""Base of the digits, which bounds the powers of 2 in the gradients: float16 has a smaller range."""
-
 
 class SampleAxisMoved(LapwingError):
     """A layer holds the samples in another place than on the first batch."""
@@ -82,7 +79,8 @@ def moved_layer(outputs: Tensor, noted: Sequence[RecordedUse], uses: Uses) -> tu
     because they agree with any power. Cost: two backward passes through the activations per digit of B.
     """
     samples, generator = outputs.shape[0], torch.Generator().manual_seed(0)
-    base = BASE_IN_HALF if torch.float16 in (outputs.dtype, *(use.out.dtype for use in noted)) else BASE
+    # the base bounds the powers of 2 in the gradients: float16 has a smaller range
+    base = 16 if torch.float16 in (outputs.dtype, *(use.out.dtype for use in noted)) else 64
     places = torch.arange(max(1, math.ceil(math.log(samples, base) - 1e-9)))  # log of a power may come out above it
     digits = torch.arange(samples)[:, None] // base**places % base  # digits of the samples' numbers, (B, places)
     u = torch.randn(outputs.shape[1], generator=generator).to(outputs)

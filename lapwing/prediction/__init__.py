@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from .aim import Aim
 from .linearized import Linearized, default_way
-from .montecarlo import MonteCarlo
 from .propagation import propagate
 from .quantities import Quantity
 from .uncertain import Uncertain
 from .way import Scaled, Way
+from .weight_draws import MonteCarlo
 
 __all__ = ["Aim", "Linearized", "MonteCarlo", "Quantity", "Scaled", "Uncertain", "Way", "default_way", "propagate"]

@@ -66,25 +66,23 @@ class Linearized(Way):
     def __post_init__(self) -> None:
         """Checks `outputs`, and stores a list as a tuple."""
         super().__post_init__()
-        if self.outputs is not None:
-            object.__setattr__(self, "outputs", self._checked_outputs())
-
-    def _checked_outputs(self) -> int | tuple[int, ...]:
+        if self.outputs is None:
+            return
         if self.draws is not None:
             raise LapwingError(
                 "Linearized takes draws=... or outputs=..., not both. Write lw.Linearized(outputs=10) for few outputs, "
                 "and lw.Linearized(draws=64) for all of very many."
             )
         values = plain_numbers(self.outputs)
-        if integer(1).accepts(values):
-            return values
-        listed = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
-        if not listed or not all(map(integer(0).accepts, listed)) or len(set(listed)) < len(listed):
-            raise LapwingError(
-                f"Linearized(outputs={shown(self.outputs)}) needs a number of outputs, at least 1, or a list of "
-                "different outputs counted from 0. Write lw.Linearized(outputs=10) or lw.Linearized(outputs=[0, 3])."
-            )
-        return listed
+        if not integer(1).accepts(values):
+            values = tuple(values) if isinstance(values, Sequence) and not isinstance(values, str) else ()
+            if not values or not all(map(integer(0).accepts, values)) or len(set(values)) < len(values):
+                raise LapwingError(
+                    f"Linearized(outputs={shown(self.outputs)}) needs a number of outputs, at least 1, or a list of "
+                    "different outputs counted from 0. Write lw.Linearized(outputs=10) or "
+                    "lw.Linearized(outputs=[0, 3])."
+                )
+        object.__setattr__(self, "outputs", values)
 
     def __repr__(self) -> str:
         """Shows the options that are not the default."""

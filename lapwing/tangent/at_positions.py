@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 CHEAP_POSITIONS_FACTOR = 64
 """Factor by which `Reading.max_positions` records more positions if no position needs backward passes."""
-GOLDEN = 0.5 * (5**0.5 - 1)
-"""Multiples of the golden ratio, modulo 1, are spread evenly, and no grid has a column for all of them."""
 
 
 def records_of_positions(
@@ -138,7 +136,8 @@ def by_position(
     chosen = reading.chosen_from
     places = range(count) if chosen is None or len(chosen) != count else chosen.nonzero()[:, 0].tolist()
     if reading.max_positions is not None and len(places) > reading.max_positions:
-        spread = (int(len(places) * (i * GOLDEN % 1)) for i in range(reading.max_positions))
+        golden = 0.5 * (5**0.5 - 1)  # multiples modulo 1 are spread evenly, and no grid has a column for all of them
+        spread = (int(len(places) * (i * golden % 1)) for i in range(reading.max_positions))
         places = [places[i] for i in dict.fromkeys(spread)]
     for which in places:
         columns = cotangents(record.outputs[:, :outputs])

@@ -26,9 +26,9 @@ from torch import Tensor
 from ..data.inputs import Inputs
 from ..errors import LapwingError
 from ..jacobian.blocks import Block, Matrix, Vectors, split
-from ..jacobian.fisher_sums import FisherSums
 from ..jacobian.jacobian import SLICE_BYTES, BlockJacobian, Rows, Sliced, SumOfUses
 from ..jacobian.layers.embedding import TiedTable
+from ..jacobian.outer import FisherSums
 from ..linalg import double_device, joined, total
 from ..network.generic import forward_products, per_sample_rows
 from ..network.probe import PROBED_SAMPLES
@@ -155,8 +155,11 @@ class Record(Mapping[str, BlockJacobian]):
 
     @property
     def u(self) -> Tensor:
-        """The cotangents (B, C, R)."""
-        return self._explicit_cotangents(None)
+        """The cotangents u (B, C, R), or the identity if the cotangents are the outputs."""
+        if self._u is not None:
+            return self._u
+        eye = torch.eye(self.outputs.shape[1], dtype=self.outputs.dtype, device=self.outputs.device)
+        return eye.expand(self.samples, -1, -1)
 
     def rows(self) -> Tensor:
         """Returns the whole Jacobian (B, R, P), blocks in order."""
@@ -208,7 +211,7 @@ class Record(Mapping[str, BlockJacobian]):
         if block.name not in self._uses:
             generic = [name for b in group.blocks if b.name not in self._uses for name in b.parameters]
             return self._generic_rows(generic, cut)
-        u = self._u if cut is None else self._explicit_cotangents(cut)
+        u = self._u if cut is None else self.u[:, :, cut]
         wanted = sorted({i for b in group.blocks for i, _, _ in self._uses.get(b.name, ())})
         whole = cut is None and len(self._groups) == 1
         passing = 0 if whole else sum(use.out.numel() for use in self.noted)  # gradients pass through other layers too
@@ -225,17 +228,9 @@ class Record(Mapping[str, BlockJacobian]):
         dtype = next(iter(values.values())).dtype
         assert self._inputs is not None  # a layer that gives the outputs has a family
         with torch.set_grad_enabled(self._differentiable):
-            sent = self._explicit_cotangents(cut).mT.to(self.outputs.device, dtype)
+            sent = (self.u if cut is None else self.u[:, :, cut]).mT.to(self.outputs.device, dtype)
             rows = per_sample_rows(self.tangent.call_with, values, self._inputs, sent)
         return {name: row if self._differentiable else row.detach() for name, row in rows.items()}
-
-    def _explicit_cotangents(self, cut: slice | None) -> Tensor:
-        """Returns u (B, C, r), or the identity if the cotangents are the outputs."""
-        u = self._u
-        if u is None:
-            u = torch.eye(self.outputs.shape[1], dtype=self.outputs.dtype, device=self.outputs.device)
-            u = u.expand(self.samples, -1, -1)
-        return u if cut is None else u[:, :, cut]
 
     def _form(self, block: Block, taken: dict[Any, Any]) -> BlockJacobian:
         """Builds the Jacobian of a block from its rows or gradients."""

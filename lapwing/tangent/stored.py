@@ -50,19 +50,15 @@ def from_json(data: Mapping[str, Any], model: nn.Module, forward: Forward | None
         for name, shape in zip(block.parameters, block.shapes, strict=True):
             actual = tuple(named[name].shape) if name in named else "no such parameter"
             if actual != shape or not named[name].is_floating_point():
+                remedy = "Build the network with the same options as in the fit."
+                if f"module.{name}" in named:
+                    remedy = "The fit was made without the wrapper: pass model.module."
+                elif name.removeprefix("module.") in named and name.startswith("module."):
+                    remedy = "The fit was made with a wrapped network: pass torch.nn.DataParallel(model)."
                 raise LapwingError(
                     f"The posterior is over a parameter {name} {shape}, and {type(model).__name__} has {actual}. "
-                    f"{_remedy(name, named)}"
+                    f"{remedy}"
                 )
     plan = RecordingPlan.from_json(data["plan"], blocks)
     reasons = {block.name: reason for block, reason in zip(blocks, data["reasons"], strict=True) if reason}
     return Tangent(Call(model, forward, layout=layout), blocks, plan, reasons, data["outputs"], memory)
-
-
-def _remedy(name: str, parameters: Mapping[str, Any]) -> str:
-    """Returns a line to write if the network has no parameter of this name and shape: often only a wrapper differs."""
-    if f"module.{name}" in parameters:
-        return "The fit was made without the wrapper: pass model.module."
-    if name.removeprefix("module.") in parameters and name.startswith("module."):
-        return "The fit was made with a wrapped network: pass torch.nn.DataParallel(model)."
-    return "Build the network with the same options as in the fit."

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class ConvUse(Use):
             for box in boxes(grid, step // len(images)):
                 yield len(images) * prod(side.stop - side.start for side in box), self._within(images, box)
 
-    def _within(self, images: Tensor, box: Box) -> ConvUse:
+    def _within(self, images: Tensor, box: Box) -> Self:
         """Returns the layer at the part of some images on which a box of outputs depends."""
         kernel = tuple(self.parameters["weight"].shape[2:])
         part, padding = window(images, box, kernel, self.stride, self.padding, self.dilation)
@@ -203,9 +203,8 @@ class TransposedConvUse(ConvUse):
         super().__init__(inputs, weight, bias, (1,) * len(gaps), *rest)
         self.gaps = gaps
 
-    def _within(self, images: Tensor, box: Box) -> ConvUse:
+    def _within(self, images: Tensor, box: Box) -> Self:
         strip = super()._within(images, box)
-        assert isinstance(strip, TransposedConvUse)
         strip.gaps = (1,) * len(self.gaps)  # the images have the zeros already
         return strip
 

@@ -29,7 +29,17 @@ class OneHot(MatrixJacobian):
         self.vocabulary, self.width = vocabulary, g.shape[-1]
         self.batch, self.cotangents, self.size = tokens.shape[0], g.shape[1], vocabulary * g.shape[-1]
         self.unmerged = tokens, g
-        self.tokens, self.g = _merged(tokens, g, vocabulary)
+        # g (B, R, T, O) is summed over equal tokens (B, T) of a sample; unused positions have g = 0
+        samples, length = tokens.shape[0], min(tokens.shape[1], vocabulary)
+        ordered, order = tokens.sort(1)
+        new = torch.ones_like(tokens, dtype=torch.bool)
+        new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # index among the distinct tokens
+        first = length * torch.arange(samples, device=tokens.device)[:, None]
+        table = g.new_zeros(g.shape[1], samples * length, g.shape[-1])
+        merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
+        self.tokens = order.new_zeros(samples, length).scatter_(1, place, tokens)
+        self.g = merged.unflatten(1, (samples, length)).transpose(0, 1)
 
     def row_slices(self) -> Iterator[tuple[slice, Tensor]]:
         for channel in range(self.width):
@@ -46,15 +56,12 @@ class OneHot(MatrixJacobian):
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
 
-    def _factor(self, weighting: DiagonalWeights) -> Tensor:
-        """Returns `g √w` (B, R, T O) for the weights w of the sample's tokens."""
-        picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
-        return (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)
-
     def weighted(self, candidates: Weightings, reads: Reads) -> Sequence[Tensor] | Tensor:
-        """Uses Gram matrices, squared row norms, or squared Frobenius norms of `_factor`."""
+        """Uses Gram matrices, squared row norms, or squared Frobenius norms of `g √w`, w at the tokens."""
         found = []
-        for factor in map(self._factor, candidates):
+        for weighting in candidates:
+            picked = weighting.at(lambda flat: flat.reshape(self.width, self.vocabulary)[:, self.tokens])  # (O, B, T)
+            factor = (self.g * picked.permute(1, 2, 0).sqrt()[:, None]).flatten(2)  # g √w (B, R, T O)
             if reads == "covariances":
                 factor = reflect_(factor, 1)
                 found.append(factor @ factor.mT)
@@ -115,20 +122,6 @@ class OneHot(MatrixJacobian):
         inputs += torch.bincount(tokens.flatten(), times, minlength=self.vocabulary)
         outputs += g.T @ g
         return tokens.numel()
-
-
-def _merged(tokens: Tensor, g: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Sums g (B, R, T, O) over equal tokens (B, T) of a sample, to at most V positions. Unused positions have g = 0."""
-    samples, length = tokens.shape[0], min(tokens.shape[1], vocabulary)
-    ordered, order = tokens.sort(1)
-    new = torch.ones_like(tokens, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    place = torch.empty_like(order).scatter_(1, order, new.cumsum(1) - 1)  # index among the distinct tokens
-    first = length * torch.arange(samples, device=tokens.device)[:, None]
-    table = g.new_zeros(g.shape[1], samples * length, g.shape[-1])
-    merged = table.index_add(1, (first + place).flatten(), g.transpose(0, 1).flatten(1, 2))  # (R, B V, O)
-    distinct = order.new_zeros(samples, length).scatter_(1, place, tokens)
-    return distinct, merged.unflatten(1, (samples, length)).transpose(0, 1)
 
 
 class TiedTable(BlockJacobian):

@@ -17,9 +17,6 @@ from .use import BatchAxis, Reader, Use, Watched, aten, by_name, register_reader
 
 Normalise = Callable[[Tensor], Tensor]
 
-CACHE_NUMBERS = 2**20
-"""Maximum number of entries of the products with x̂ that are formed and summed together on a CPU, to fit its cache."""
-
 
 class ElementwiseUse(Use):
     """`out = γ ⊙ x̂ + β`, where x̂ is a function of the input, such as the normalised input.
@@ -62,7 +59,7 @@ class ElementwiseUse(Use):
         x = self.inputs if self._whole is None else self._whole(self.inputs.to(dtype))
         x = self._laid_out(x, axis, samples, 0)
         numbers = (len(g) + 3) * x.shape[-1]  # entries per position
-        limit = min(limit, CACHE_NUMBERS) if g.device.type == "cpu" else limit
+        limit = min(limit, 2**20) if g.device.type == "cpu" else limit  # products with x̂ that fit its cache
         step = max(1, limit // max(1, numbers * prod(x.shape[1:-1])))
         rows = [
             total(

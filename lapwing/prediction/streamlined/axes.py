@@ -71,22 +71,9 @@ def read_axes(graph: Graph, inputs: Inputs) -> SampleAxes:
                 if str(length.node.expr) != symbol:
                     shared.append(node.name)
                 break
-    return _ordered(graph, inputs, dims, shared) if shared else SampleAxes(dims)
-
-
-def _nodes(graph: Graph) -> list[fx.Node]:
-    """Returns the inputs and calls whose values are tensors with dimensions."""
-    placeholders = [node for node in graph.nodes[0].graph.nodes if node.op == "placeholder"]
-    return [node for node in (*placeholders, *graph.nodes) if node.name not in graph.tensors and shape_of(node)]
-
-
-def _batch_length(graph: Graph) -> int | str:
-    """Returns the length of the batch, or its symbol if it may vary."""
-    return next(shape[0] for shape in graph.shapes if shape)
-
-
-def _ordered(graph: Graph, inputs: Inputs, dims: dict[str, int], shared: list[str]) -> SampleAxes:
-    """Finds the order of samples in shared dimensions, in which the first of two samples has no NaN of the second."""
+    if not shared:
+        return SampleAxes(dims)
+    # in shared dimensions the order of samples is the one in which the first of two has no NaN of the second
     pair = torch.tensor((0, inputs.samples - 1), device=inputs.tensors[0].device)
     values = _with_nan(graph, inputs.take(pair), {n: dim for n, dim in dims.items() if n not in shared})
     fastest = set[str]()
@@ -102,6 +89,17 @@ def _ordered(graph: Graph, inputs: Inputs, dims: dict[str, int], shared: list[st
                 "via=lw.Linearized()."
             )
     return SampleAxes(dims, frozenset(fastest))
+
+
+def _nodes(graph: Graph) -> list[fx.Node]:
+    """Returns the inputs and calls whose values are tensors with dimensions."""
+    placeholders = [node for node in graph.nodes[0].graph.nodes if node.op == "placeholder"]
+    return [node for node in (*placeholders, *graph.nodes) if node.name not in graph.tensors and shape_of(node)]
+
+
+def _batch_length(graph: Graph) -> int | str:
+    """Returns the length of the batch, or its symbol if it may vary."""
+    return next(shape[0] for shape in graph.shapes if shape)
 
 
 def _axes_of_fixed_batch(graph: Graph, inputs: Inputs) -> SampleAxes:

@@ -21,9 +21,6 @@ from .sites import Site, arguments_of, run
 MAX_UNCERTAIN_NUMBERS = 4096
 """Maximum number of entries of an uncertain tensor, per sample (for a weight: in all)."""
 
-_TANGENT_NUMBERS = 2**25
-"""Maximum number of entries of the tangents in one call of a function."""
-
 
 def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Returns the value of a step on tensors, with attention as plain products, which have forward-mode derivatives."""
@@ -35,8 +32,8 @@ def evaluate(step: Step, values: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def chunk_size(like: Tensor) -> int:
-    """Returns the number of tangents of a tensor's size in one call of a function."""
-    return max(1, _TANGENT_NUMBERS // max(1, like.numel()))
+    """Returns the number of tangents of a tensor's size in one call of a function, which get at most 2²⁵ entries."""
+    return max(1, 2**25 // max(1, like.numel()))
 
 
 def push(

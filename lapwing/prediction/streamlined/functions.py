@@ -23,9 +23,6 @@ from .moments import Layout, Moments, Value, is_constant
 from .operations import Slope, aten, has_schema, is_statistic, named, operation_of
 from .sites import arguments_of, run
 
-FUNCTION_NODES = 20
-"""Number of points of the quadrature for functions without a closed form."""
-
 
 @dataclass(frozen=True)
 class Fused:
@@ -202,11 +199,11 @@ def relu_moments(h: Moments) -> Moments:
 
 
 def quadrature(function: Callable[[Tensor], Tensor], h: Moments) -> Moments:
-    """Returns the moments of `g(h)` by Gauss-Hermite quadrature: exact for polynomials of degree 20."""
+    """Returns the moments of `g(h)` by Gauss-Hermite quadrature with 20 points: exact for polynomials of degree 20."""
     s = h.variance.sqrt()
     centre = function(h.mean)
     first, second = torch.zeros_like(centre), torch.zeros_like(centre)
-    points, weights = np.polynomial.hermite_e.hermegauss(FUNCTION_NODES)
+    points, weights = np.polynomial.hermite_e.hermegauss(20)
     weights = weights / math.sqrt(2 * math.pi)
     for point, weight in zip(points.tolist(), weights.tolist(), strict=True):
         shifted = function(h.mean + point * s) - centre

@@ -28,9 +28,6 @@ from .operations import named
 
 aten = torch.ops.aten
 
-HARMLESS_WRITES = frozenset({aten.detach_.default, aten.copy_.default})
-"""In-place calls that need no rewriting: on fresh constants only, or undone by the rewriting of others."""
-
 
 @dataclass(frozen=True)
 class Graph:
@@ -163,7 +160,8 @@ def _exported(wrapped: nn.Module, inputs: Inputs, dynamic: bool) -> ExportedProg
     shapes = (pytree.tree_map(lengths, value),) if dynamic else None
     program = torch.export.export(wrapped, (value,), dynamic_shapes=shapes, strict=False)
     schemas = {node.target: getattr(node.target, "_schema", None) for node in program.graph.nodes}
-    if any(s is not None and s.is_mutable and target not in HARMLESS_WRITES for target, s in schemas.items()):
+    harmless = aten.detach_.default, aten.copy_.default  # on fresh constants only, or undone by rewriting others
+    if any(s is not None and s.is_mutable and target not in harmless for target, s in schemas.items()):
         program = program.run_decompositions({})
     return program
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lapwing")
 
-SAME = 1e-5  # relative difference up to which sums of variances belong to one posterior, on any device
-
 
 def build(
     tangent: Tangent,
@@ -76,7 +74,8 @@ def build(
     program = Program(graph, steps, sites, treated, dtype, way, axes, layouts if correlated else {}, width)
     if way.features is not None:
         found, fitted = program.fingerprints(), way.features.posterior
-        if found.shape != fitted.shape or not torch.allclose(found, fitted, rtol=SAME, atol=0):
+        # on another device the sums of variances of the same posterior differ by up to 1e-5
+        if found.shape != fitted.shape or not torch.allclose(found, fitted, rtol=1e-5, atol=0):
             raise LapwingError(
                 f"This Streamlined(features=...) was fitted to another posterior of {graph.network}, or to another "
                 "prior or noise. Write via=lw.scale_factor(posterior, x, lw.Streamlined(), to=lw.Linearized()) again."
@@ -160,7 +159,12 @@ class Program:
         """Finds the steps at the end that have covariances, and the step after which each value is not needed."""
         steps = self.schedule.steps
         self.joint_steps = _joint_steps(self.schedule)
-        self.bytes_per_sample = self._numbers_per_sample() * self.dtype.itemsize  # estimated for the largest step
+        largest = max(map(_numbers, steps), default=1)
+        outputs = max((shape_of(step.node)[-1] for step in steps[-1:] if shape_of(step.node)), default=1)
+        sources = (s.name for step in steps if step.node.name in self.joint_steps for s in step.node.all_input_nodes)
+        weights = max((self.graph.tensors[name].numel() for name in sources if name in self.graph.tensors), default=0)
+        numbers = 8 * largest + 4 * outputs * (self.width or outputs) + 2 * weights
+        self.bytes_per_sample = numbers * self.dtype.itemsize  # estimated for the largest step
         last_reads = {name: place for place, step in enumerate(steps) for name in step.sources}
         self._frees: list[list[str]] = [[] for _ in steps]
         for name, place in last_reads.items():
@@ -266,14 +270,6 @@ class Program:
         nodes = [step.node for step in self.schedule.steps if step.uncertain]
         samples = max(2, _batch_length(nodes[0]))
         return max(prod(shape_of(n)) // samples for n in nodes if isinstance(n.meta.get("val"), Tensor)) or 1
-
-    def _numbers_per_sample(self) -> int:
-        steps = self.schedule.steps
-        largest = max(map(_numbers, steps), default=1)
-        outputs = max((shape_of(step.node)[-1] for step in steps[-1:] if shape_of(step.node)), default=1)
-        sources = (s.name for step in steps if step.node.name in self.joint_steps for s in step.node.all_input_nodes)
-        weights = max((self.graph.tensors[name].numel() for name in sources if name in self.graph.tensors), default=0)
-        return 8 * largest + 4 * outputs * (self.width or outputs) + 2 * weights
 
 
 def _joint_steps(schedule: Schedule) -> frozenset[str]:

@@ -51,7 +51,9 @@ def schedule(graph: Graph, treated: frozenset[str], inputs: frozenset[str], atte
     uncertain = set(treated) | set(inputs)
     pinned = _hand_written_scores(calls, users) if attention != "scores" else frozenset[str]()
     for node in calls:
-        if node.name not in pinned and _has_slope(node) and any(s.name in uncertain for s in node.all_input_nodes):
+        values = () if is_a(node, Kind.FLAT) else tree_leaves(node.meta.get("val"))
+        floats = any(isinstance(v, Tensor) and v.is_floating_point() for v in values)  # other calls run on means
+        if floats and node.name not in pinned and any(s.name in uncertain for s in node.all_input_nodes):
             uncertain.add(node.name)
     in_moment_dtype = reached(calls, uncertain)
     wanted = {output} & uncertain
@@ -93,12 +95,6 @@ def reached(calls: Sequence[fx.Node], names: Set[str]) -> set[str]:
         if any(source.name in names for source in node.all_input_nodes):
             names.add(node.name)
     return names
-
-
-def _has_slope(node: fx.Node) -> bool:
-    """Whether a call returns floating-point values. Other calls run on means."""
-    values = () if is_a(node, Kind.FLAT) else tree_leaves(node.meta.get("val"))
-    return any(isinstance(v, Tensor) and v.is_floating_point() for v in values)
 
 
 def _hand_written_scores(calls: Sequence[fx.Node], users: Mapping[str, list[fx.Node]]) -> frozenset[str]:

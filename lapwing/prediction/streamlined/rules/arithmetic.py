@@ -34,7 +34,11 @@ def _combined(site: Site, function: Any, slope_of: Any, arguments: dict[str, Any
             slope = slope_of(means, mean, name)
             changes = isinstance(slope, Tensor) or abs(slope) != 1
             linear = linear and not isinstance(slope, Tensor)
-            parts.append((slope**2 * x.variance if changes else x.variance, _correlation_in(site, x)))
+            rho: Any = None
+            if site.layout is not None:  # ρ of x is 1 if x is constant over the positions of the result
+                dims, positions = len(site.node.meta["val"].shape), site.layout.positions
+                rho = 1.0 if is_constant(x.variance, dims, positions) else x.correlation
+            parts.append((slope**2 * x.variance if changes else x.variance, rho))
     if slope_of is elementwise.multiplied and len(parts) == 2:
         rho, other = parts[0][1], parts[1][1]
         both = None if rho is None or other is None else rho * other
@@ -42,14 +46,6 @@ def _combined(site: Site, function: Any, slope_of: Any, arguments: dict[str, Any
     total = total_of([variance for variance, _ in parts]).expand_as(mean)
     positions = site.layout.positions if linear and site.layout is not None else ()
     return Moments(mean, total, sum_correlation(total, parts, positions))
-
-
-def _correlation_in(site: Site, x: Moments) -> Tensor | float | None:
-    """Returns ρ of an argument in a sum or product; 1 if it is constant over the positions of the result."""
-    if site.layout is None:
-        return None
-    constant = is_constant(x.variance, len(site.node.meta["val"].shape), site.layout.positions)
-    return 1.0 if constant else x.correlation
 
 
 def product(x: Value, y: Value, bilinear: Bilinear) -> Moments:

@@ -48,7 +48,15 @@ def attended(site: Site, arguments: dict[str, Any]) -> Moments:
         parts.extend(part * scale**2 for part in _from_scores(query, key, mean_of(value), mean, weights))
     total = total_of(parts)
     result = Moments(mean, total, None if common is None else sum_correlation(total, [(common, 1.0)]))
-    return _marked(site, result, value, weights)
+    # the origin gets P (B, H, T, S) and the heads' rows (H, d) of W_V
+    source, layout = value.origin if isinstance(value, Moments) else None, site.layout_of("value")
+    if source is None or layout is None or layout.batch != 0 or layout.channels.ndim != 4:
+        return result
+    if layout.channels.shape[2] != 1:
+        return result
+    rows = layout.channels[0, :, 0, :].to(weights.device)  # of values (B, H, S, d)
+    rows = rows.repeat_interleave(weights.shape[1] // len(rows), 0)  # for heads of queries that share values
+    return replace(result, origin=replace(source, rows=rows, probabilities=weights))
 
 
 def _from_scores(query: Value, key: Value, v: Tensor, mean: Tensor, weights: Tensor) -> Iterator[Tensor]:
@@ -108,18 +116,6 @@ def origin(site: Site, x: Value, weight: Tensor) -> Origin | None:
     if layout.batch != 0:
         x = x.moved(lambda part: part.transpose(0, 1)) if isinstance(x, Moments) else x.transpose(0, 1)
     return Origin(x, weight)
-
-
-def _marked(site: Site, result: Moments, value: Value, weights: Tensor) -> Moments:
-    """Adds P (B, H, T, S) and the heads' rows (H, d) of W_V to the origin of an attention's outputs."""
-    source, layout = value.origin if isinstance(value, Moments) else None, site.layout_of("value")
-    if source is None or layout is None or layout.batch != 0 or layout.channels.ndim != 4:
-        return result
-    if layout.channels.shape[2] != 1:
-        return result
-    rows = layout.channels[0, :, 0, :].to(weights.device)  # of values (B, H, S, d)
-    rows = rows.repeat_interleave(weights.shape[1] // len(rows), 0)  # for heads of queries that share values
-    return replace(result, origin=replace(source, rows=rows, probabilities=weights))
 
 
 def between_features(site: Site, argument: str, x: Value, weight: Tensor) -> Tensor | None:

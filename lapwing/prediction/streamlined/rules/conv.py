@@ -15,9 +15,6 @@ from ..moments import Moments, layer_correlation, mean_of, total_of, variance_of
 from ..operations import Kind, Operation, numbered, register_aten
 from ..sites import TRANSPOSED, Site, Treated
 
-_MAX_PATCH_NUMBERS = 2**24
-"""Maximum number of entries of unfolded patches in memory."""
-
 
 def convolution(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a convolution (Streamlined Prediction, appendix A.7; variances only).
@@ -161,7 +158,7 @@ def _from_weights(
             )
         per_sample = max(1, mean.shape[1] * mean_of(arguments["weight"]).shape[2:].numel() * grid.numel())
         parts = []
-        for some in mean.split(max(1, _MAX_PATCH_NUMBERS // per_sample)):
+        for some in mean.split(max(1, 2**24 // per_sample)):  # at most 2²⁴ entries of patches in memory
             rows = patches_of(site, arguments, some)
             rows = F.pad(rows, (0, 1), value=1.0) if bias else rows
             variance = treated.covariance.push(rows.flatten(0, 1), None, False)  # (B T, O)

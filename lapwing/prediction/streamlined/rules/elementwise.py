@@ -99,20 +99,15 @@ def _count(a: Arguments) -> Any:
     return prod(a["self"].shape[d] for d in ([dims] if isinstance(dims, int) else dims))
 
 
-def _correction(a: Arguments) -> Any:
-    if "unbiased" in a:
-        return int(a["unbiased"])
-    return 1 if a.get("correction") is None else a["correction"]
-
-
 def mean(a: Arguments, y: Any, name: str) -> Slope:
     """Returns the slope of a mean."""
     return 1 / _count(a)
 
 
 def _variance(a: Arguments, y: Any, name: str) -> Slope:
-    x = a["self"]
-    return 2 / (_count(a) - _correction(a)) * (x - x.mean(a["dim"], keepdim=True))
+    x, correction = a["self"], int(a["unbiased"]) if "unbiased" in a else a.get("correction")
+    correction = 1 if correction is None else correction
+    return 2 / (_count(a) - correction) * (x - x.mean(a["dim"], keepdim=True))
 
 
 # ---- the table

@@ -166,18 +166,14 @@ def bias_term(layer: Layer) -> Term | None:
 
 def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
     """Returns the labels of a layer's outputs, or `contracted_label` for another product."""
-    if node.target in (aten.linear.default, aten.addmm.default) or _is_weight(node.args[1]):
+    transpositions = aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.permute.default
+    weight: Any = node.args[1]
+    while isinstance(weight, fx.Node) and weight.target in transpositions:
+        weight = weight.args[0]
+    is_parameter = isinstance(weight, fx.Node) and weight.op == "placeholder" and weight.name.startswith("p_")
+    if is_parameter or node.target in (aten.linear.default, aten.addmm.default):
         return numbered(node, -1)
     return contracted_label(node, labels)
-
-
-def _is_weight(node: Any) -> bool:
-    """Whether a value is a parameter, up to transposition."""
-    while isinstance(node, fx.Node) and node.op != "placeholder":
-        if node.target not in (aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.permute.default):
-            return False
-        node = node.args[0]
-    return isinstance(node, fx.Node) and node.name.startswith("p_")
 
 
 def embedded(site: Site, arguments: dict[str, Any]) -> Moments:
