@@ -20,6 +20,7 @@ class MethodInfo:
     first_samples: tuple[int, int] | None = None  # (n, N) if early stopping kept the curvature of the first n samples
     after_former: bool = False  # whether the prior was a former posterior
     sample_weights: bool = False  # whether the samples had weights
+    calibrated: bool = False  # whether held-out data chose T and the map of the logits, and not the user
     rule: str | None = None  # targets whose default method and weights these are; None if the user chose
 
     @classmethod

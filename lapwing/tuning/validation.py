@@ -203,11 +203,16 @@ class Validation(_OnHeldOutData):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         self.check_likelihood(posterior.likelihood, posterior.tangent.outputs)
-        held_out = Data.of(self.loader, posterior)
+        held_out, without = Data.of(self.loader, posterior), posterior.likelihood.with_logit_temperature(None)
+        if posterior.method.calibrated and self.tempered:  # by former held-out data
+            posterior = replace(posterior, likelihood=without)
         best = self._tuned(posterior, training, held_out)
         best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
         best = replace(best, aim=self._aim) if best is not posterior or self._aim != DEFAULT_AIM else best
-        return best if self.calibration == "temperature" else matrix_scaled(best, held_out)
+        if self.calibration == "matrix":
+            best = matrix_scaled(best, held_out)
+        calibrated = posterior.method.calibrated or posterior.likelihood == without
+        return replace(best, method=replace(best.method, calibrated=calibrated))
 
     def _tuned(self, posterior: Posterior, training: Training, held_out: Data) -> Posterior:
         """Returns the posterior with δ, and σ² or T, chosen."""

@@ -147,9 +147,8 @@ def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(reloaded
     }
     again = reloaded(chosen, model, likelihood=joint)
     assert again.likelihood.head_numbers == chosen.likelihood.head_numbers
-    more = again.update((X, Y), tune=tune)  # the noise is chosen again, and T stays
-    assert more.likelihood.likelihoods["kind"] == chosen.likelihood.likelihoods["kind"]
-    assert more.likelihood.likelihoods["box"] != chosen.likelihood.likelihoods["box"]
+    more = again.update((X, Y), tune=tune)  # the noise and T are chosen again
+    assert all(more.likelihood.likelihoods[key] != chosen.likelihood.likelihoods[key] for key in OUTPUTS)
     untempered = fitted(model, joint=joint, tune=lw.Validation((HELD_OUT, y), tempered=False))
     assert untempered.likelihood.likelihoods["kind"].logit_temperature == 1
     field = lw.fit(model, (X, Y), lw.MeanField(steps=2), likelihood=joint, validation=(HELD_OUT, y))

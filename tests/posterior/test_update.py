@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import lapwing as lw
 from lapwing.covariance import Blockwise, DiagonalBlock
@@ -85,6 +86,41 @@ def test_tuned_numbers_are_kept_unless_they_are_tuned_again() -> None:
     )
     given = lw.fit(model, first, lw.KFAC(), prior_precision=3.0)
     assert given.update(second, tune=lw.Evidence()).prior_precision == 3.0
+
+
+HEADS = lw.Joint({"a": lw.Bernoulli(), "b": lw.Bernoulli()}, {"a": slice(0, 1), "b": slice(1, 3)})
+
+
+@pytest.mark.parametrize("kind", ["softmax", "map", "yes or no", "heads"])
+def test_held_out_data_choose_a_temperature_again_that_the_user_did_not_give(kind: str, reloaded: Any) -> None:
+    law: Any = {"yes or no": lw.Bernoulli(), "heads": HEADS}.get(kind, lw.Categorical())
+    x, model = torch.randn(400, 4).double(), torch.nn.Linear(4, 1 if kind == "yes or no" else 3).double().eval()
+    y: Any = torch.distributions.Categorical(logits=model(x).detach()).sample()
+    model.requires_grad_(False).weight *= 2  # too sure
+    model.requires_grad_()
+    if kind in ("yes or no", "heads"):
+        yes = torch.bernoulli((model(x) / 2).sigmoid().detach()).bool()
+        y = yes if kind == "yes or no" else {"a": yes[:, :1], "b": yes[:, 1:]}
+    former, further, old, newest = ((x[k::4], tree_map(lambda part, k=k: part[k::4], y)) for k in range(4))
+
+    def tuned(data: Any, held_out: Any, likelihood: Any = law) -> lw.Posterior:
+        tune = lw.Validation(held_out, calibration="matrix" if kind == "map" else "temperature")
+        if isinstance(data, lw.Posterior):
+            return data.update(further, tune=tune)
+        return lw.fit(model, data, lw.KFAC(), likelihood=likelihood, tune=tune)
+
+    def logits(posterior: lw.Posterior) -> Any:
+        prediction = posterior.predict(x)
+        return [prediction[key].probs.logit() for key in "ab"] if kind == "heads" else [prediction.probs.logit()]
+
+    posterior, wanted = tuned(former, old), tuned([former, further], newest)
+    for one in (posterior,) if kind == "heads" else (posterior, reloaded(posterior, model)):
+        for found, expected in zip(logits(tuned(one, newest)), logits(wanted), strict=True):
+            close(found, expected, 1e-6)
+    assert not torch.allclose(logits(posterior)[0], logits(wanted)[0], rtol=1e-3)
+    if kind in ("softmax", "yes or no"):
+        given = tuned(former, old, type(law)(logit_temperature=3.0))
+        assert tuned(given, newest).logit_temperature == 3.0
 
 
 def test_a_regression_at_a_temperature() -> None:
