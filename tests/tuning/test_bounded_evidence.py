@@ -336,6 +336,40 @@ def test_missing_answers_do_not_change_the_bound():
     assert [precision(one) for one in data[1:]] == pytest.approx([few] * 4, rel=1e-6)
 
 
+def test_one_yes_or_no_keeps_the_mean_probability():
+    """Within a standard error of the number of yes; for labels the other way round, and with rows that do not count."""
+    x = torch.randn(300, 8, dtype=torch.float64)
+    y = torch.bernoulli((2 * x[:, :1] - 4).sigmoid()).bool()
+    model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1)).double()
+    train(model, lambda: nn.functional.binary_cross_entropy_with_logits(model(x), y.double()), 60, 0.01)
+    before = model(x).sigmoid().detach()
+    error = float((300 * before.mean() * (1 - before.mean())).sqrt())
+
+    def fitted(*data, **options):
+        return lw.fit(model, [data], lw.KFAC(), likelihood=lw.Bernoulli(), **options)
+
+    evidence, posterior = (fitted(x, y, tune=tune) for tune in (lw.Evidence(), lw.BoundedEvidence()))
+    shifts = [float((one.predict(x).probs - before).sum()) for one in (evidence, posterior)]
+    assert shifts[0] > 1.5 * error > 1.5 * shifts[1] > 0
+    more = torch.cat([x, x + 3]), torch.cat([y, ~y]), torch.ones(600).index_fill(0, torch.arange(300, 600), 0)
+    assert fitted(*more, sample_weights=True).prior_precision == pytest.approx(posterior.prior_precision, rel=1e-6)
+    with torch.no_grad():
+        for parameter in model[-1].parameters():
+            parameter.neg_()
+    assert fitted(x, ~y).prior_precision == pytest.approx(posterior.prior_precision, rel=1e-6)
+
+
+def test_a_yes_or_no_with_more_dimensions_than_samples_has_the_least_bound(bounds):
+    x, y = torch.randn(20, 6, dtype=torch.float64), torch.rand(20, 1) > 0.5
+    hidden = [nn.Linear(6, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh()]
+    model = nn.Sequential(*hidden, nn.Linear(100, 1)).double()
+    posterior = lw.fit(model.eval(), (x, y), lw.KFAC(), tune=lw.Evidence())
+    shares = posterior.covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
+    assert shares.sum() > 20
+    lw.fit(model, (x, y), lw.KFAC())
+    assert bounds == [bounded_evidence.MIN_COST]
+
+
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
 def test_a_position_counts_as_a_sample(likelihood, bounds, monkeypatch):
     monkeypatch.setattr(bounded_evidence, "MIN_COST", 0.0)
