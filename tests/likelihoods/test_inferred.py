@@ -221,6 +221,8 @@ def test_labels_that_the_network_was_not_trained_for_are_warned_of(caplog):
     answers = logits > 0
     for labels, likelihood in ((y, None), (answers, "bernoulli")):
         lw.fit(model, (x, labels), prior_precision=1.0, likelihood=likelihood)
+    unsure = torch.distributions.Categorical(logits=logits / 20).sample()  # of an overconfident network
+    assert lw.fit(model, (x, unsure), lw.TemperatureScaling()).logit_temperature > 10
     assert not caplog.text
     wrong = ((y + 1) % 3, None, "model(x).argmax(1)"), (~answers, "bernoulli", "model(x) > 0")
     for labels, likelihood, line in wrong:
