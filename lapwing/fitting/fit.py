@@ -200,7 +200,7 @@ def _run_and_tune(
     stop = None if tune is None or not tune.prefixes else _stop(choice, problem, tune, runner)
     result, shown = runner.run(method, problem, stop), runner.count()
     posterior, parts = _posteriors_of(runner, choice, problem, result)
-    if result.logit_temperature is None:  # it is chosen on held-out data, where an overconfident network has a large NLL
+    if result.logit_temperature is None:  # chosen by held-out labels, whose NLL may be large
         warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)

@@ -14,6 +14,7 @@ import torch
 from ..covariance import has_prior
 from ..data.inputs import Samples
 from ..likelihoods import Likelihood
+from ..linalg import possible
 from ..methods import KFAC, Batch, DataSummary, FisherRoot, FitShape, Problem
 from ..methods.prior import Prior
 from ..network.entry import outside_modes
@@ -47,9 +48,9 @@ class BoundedEvidence(Tuning):
 
     b is the cost of a right spread in a linear regression with as many effective dimensions,
     `b = K/2 [log(1+h) - h(1-h)/(1+h)] - p`, `h = min(1, γ/(N K))`, for γ = `Σ_i s λ_i/(s λ_i + δ)` at the evidence's
-    δ, N samples or positions that count, by their weights, and K outputs, or C - 1 logits of a softmax. p is what the
-    network has paid for doubt already: the nats per training sample that logits times the best number from 1 to 10
-    would save. b is at least 0.005.
+    δ, N samples or positions that count, by their weights, and K outputs, or one less than the possible classes of a
+    softmax. p is what the network has paid for doubt already: the nats per training sample that logits times the best
+    number from 1 to 10 would save. b is at least 0.005.
 
     All trained weights count in γ, since all were fitted to the labels: by KFAC on the samples that are read, if the
     method treats only some of them. Freeze the weights that other data trained (`requires_grad`). Only the treated
@@ -193,8 +194,8 @@ def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples], rows: S
 
     `parts` are some training samples, and `rows` their outputs and targets, as from `spread_costs`.
     """
-    likelihood, outputs = posterior.likelihood, posterior.tangent.outputs
-    classifies = likelihood.classifies(outputs)
+    likelihood, outputs = posterior.likelihood, float(posterior.tangent.outputs)
+    classifies = likelihood.classifies(posterior.tangent.outputs)
     whole: Posterior | None = None  # of logits: in another classifier a larger output does not mean less doubt
     if likelihood.activation is not None:
         whole = _of_all_weights(posterior, parts) if classifies and untreated(posterior.tangent) else posterior
@@ -211,7 +212,9 @@ def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples], rows: S
     # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).
     if classifies:
         share = float((shares * shares.new_tensor(covariance.correlated)).sum())
-        outputs -= likelihood.activation == "softmax"
+        if likelihood.activation == "softmax":  # without impossible classes
+            counts = torch.cat([possible(row["outputs"]).sum(-1) for row in rows])
+            outputs = max(1.0, float(counts.float().mean()) - 1)
         h = min(1.0, share / outputs)
         cost = outputs / 2 * (math.log1p(h) - h * (1 - h) / (1 + h))
     if whole is None:

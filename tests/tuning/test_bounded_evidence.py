@@ -336,6 +336,21 @@ def test_missing_answers_do_not_change_the_bound():
     assert [precision(one) for one in data[1:]] == pytest.approx([few] * 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("value", [-1e9, -torch.inf])
+def test_impossible_classes_do_not_change_the_bound(value):
+    model, loader = memorised()
+    masks = torch.full((1, 20), value, dtype=torch.float64)
+
+    def masked(network, x):
+        outputs = network(x)
+        return torch.cat([outputs[:, :1], masks.expand(len(x), -1), outputs[:, 1:]], 1)
+
+    after = [(x, torch.where(y > 0, y + 20, y)) for x, y in loader]
+    found, wanted = lw.fit(model, after, lw.KFAC(), forward=masked), lw.fit(model, loader, lw.KFAC())
+    assert wanted.prior_precision > 1.5 * lw.fit(model, loader, lw.KFAC(), tune=lw.Evidence()).prior_precision
+    assert found.prior_precision == pytest.approx(wanted.prior_precision, rel=1e-4)
+
+
 def test_one_yes_or_no_keeps_the_mean_probability():
     """Within a standard error of the number of yes; for labels the other way round, and with rows that do not count."""
     x = torch.randn(300, 8, dtype=torch.float64)
