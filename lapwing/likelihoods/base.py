@@ -250,6 +250,11 @@ class Likelihood(Options, ABC, Generic[P]):
             )
         return self
 
+    @property
+    def uncalibrated(self) -> Likelihood[P]:
+        """The likelihood at T = 1, without a map of the logits."""
+        return self.with_logit_temperature(None)
+
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns `∇_f log p(y|f)`, (B, C), in the dtype of the outputs, for targets that `check` accepts."""
         self.check(outputs, targets)

@@ -113,6 +113,10 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return self.with_head_numbers({key: (s or noise, logit_temperature, s) for key, (noise, _, s) in numbers})
 
     @property
+    def uncalibrated(self) -> Joint:
+        return replace(self, likelihoods={key: head.uncalibrated for key, head in self.likelihoods.items()})
+
+    @property
     def regressions(self) -> dict[Any, Any]:  # type: ignore[override]
         return {key: head for key, head in self.likelihoods.items() if head.regressions}
 

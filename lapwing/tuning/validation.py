@@ -203,7 +203,7 @@ class Validation(_OnHeldOutData):
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
         self.check_likelihood(posterior.likelihood, posterior.tangent.outputs)
-        held_out, without = Data.of(self.loader, posterior), posterior.likelihood.with_logit_temperature(None)
+        held_out, without = Data.of(self.loader, posterior), posterior.likelihood.uncalibrated
         if posterior.method.calibrated and self.tempered:  # by former held-out data
             posterior = replace(posterior, likelihood=without)
         best = self._tuned(posterior, training, held_out)
