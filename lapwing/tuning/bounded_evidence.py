@@ -58,9 +58,9 @@ class BoundedEvidence(Tuning):
     memory budget, and if outputs are not logits. Blocks with a diagonal curvature do not count: they count more
     dimensions than there are.
 
-    One yes or no: the same, with `b = h (1 - h)/2 - p` for `h = min(1, γ/N)` of the treated weights; and the spread
-    changes the sum of the probabilities by at most one standard error of the number of yes, because the mean of the
-    exact posterior's probabilities is the frequency of yes. Both numbers were compared on 192 networks.
+    One yes or no: the same, with `b = min(h, 1/h)/2 - p` for `h = γ/N` of the treated weights. And the spread changes
+    the sum of the probabilities of the samples that are read by at most one standard error of their number of yes,
+    because the mean of the exact posterior's probabilities is the frequency of yes. Measured on 273 networks.
 
     Other likelihoods without one σ², such as `lw.Poisson()`: `b = γ/(2N)`. By Jensen's inequality a right spread costs
     no more, and it may raise mean counts by 2 %. Training targets that are left out, as below, decide the
@@ -204,9 +204,9 @@ def cost_of_right_spread(posterior: Posterior, parts: Sequence[Samples], rows: S
     covariance = cast(Any, counted.covariance)
     samples = (float(counted.statistics["weight"]) or 1.0) * counted.data_factor / counted.temperature
     shares = covariance.effective_dimension(counted.prior.precision, counted.scale.of_curvature) / samples
-    # 2. By Jensen's inequality the spread costs at most γ/(2N). A γ near N counts more dimensions than the data show.
-    h = min(1.0, float(shares.sum()))
-    cost = float(shares.sum()) / 2 if whole is None else h * (1 - h) / 2
+    # 2. By Jensen's inequality the spread costs at most h/2, h = γ/N. A γ above N counts each dimension about h times.
+    h = float(shares.sum())
+    cost = h / 2 if whole is None or h <= 1 else 1 / (2 * h)
     # 3. Several classes: the K outputs of a linear regression with noise variance 1 share γ/N, so each has the leverage
     # h: a spread J Σ Jᵀ of h, and a mean squared training residual of 1 - h. N(f, 1 + h) instead of N(f, 1) costs
     # log(1+h)/2 - (1-h)/2 (1 - 1/(1+h)).

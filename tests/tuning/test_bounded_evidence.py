@@ -374,15 +374,19 @@ def test_one_yes_or_no_keeps_the_mean_probability():
     assert fitted(x, ~y).prior_precision == pytest.approx(posterior.prior_precision, rel=1e-6)
 
 
-def test_a_yes_or_no_with_more_dimensions_than_samples_has_the_least_bound(bounds):
+@pytest.mark.parametrize("hidden", [5, 100])
+def test_the_bound_of_a_yes_or_no_falls_if_more_dimensions_than_samples_count(hidden, bounds):
     x, y = torch.randn(20, 6, dtype=torch.float64), torch.rand(20, 1) > 0.5
-    hidden = [nn.Linear(6, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh()]
-    model = nn.Sequential(*hidden, nn.Linear(100, 1)).double()
-    posterior = lw.fit(model.eval(), (x, y), lw.KFAC(), tune=lw.Evidence())
+    layers = [nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(hidden, 1)).double().eval()
+    posterior = lw.fit(model, (x, y), lw.KFAC(), tune=lw.Evidence())
     shares = posterior.covariance.effective_dimension(posterior.prior.precision, posterior.scale.of_curvature)
-    assert shares.sum() > 20
+    h = float(shares.sum()) / 20
+    assert (h > 1) == (hidden == 100)
     lw.fit(model, (x, y), lw.KFAC())
-    assert bounds == [bounded_evidence.MIN_COST]
+    logits, loss = model(x).detach(), nn.functional.binary_cross_entropy_with_logits
+    losses = [float(loss(logits * 10**exponent, y.double())) for exponent in torch.linspace(0, 1, 200)]
+    assert bounds == [pytest.approx(min(h, 1 / h) / 2 - (losses[0] - min(losses)), abs=1e-4)]
 
 
 @pytest.mark.parametrize("likelihood", [lw.Poisson(), lw.Bernoulli(), lw.HeteroscedasticGaussian(), lw.Categorical()])
