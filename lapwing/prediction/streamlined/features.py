@@ -23,6 +23,9 @@ from .moments import FeatureCorrelation
 if TYPE_CHECKING:
     from .program import Program
 
+DRAWS, TOGETHER = 16, 8
+"""Number of draws of the weights, and of inputs that share them: 64 inputs see 128 draws."""
+
 RANK = 64
 """Maximum rank of F in `R = F Fᵀ + diag(r)`: a product costs C n K per sample, not C n²."""
 
@@ -44,8 +47,8 @@ def correlation_of(
 
     width = features(tangent.model, inputs.take(slice(0, 1)).value).shape[1]
     trunk, rows = replace(tangent, call=Call(tangent.model, features), outputs=width), []
-    for seed, (_, some) in enumerate(inputs.chunks(8)):  # they share 16 draws of the weights, so 64 inputs see 128
-        latent: Any = latent_of_draws(trunk, covariance, some, 16, seed, False)
+    for seed, (_, some) in enumerate(inputs.chunks(TOGETHER)):
+        latent: Any = latent_of_draws(trunk, covariance, some, DRAWS, seed, False)
         if latent is None:
             return None
         moved = latent.deviations  # (S, B, n)
