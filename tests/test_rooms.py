@@ -188,7 +188,7 @@ LINES = {
     "__init__": 91, "environment": 100, "errors": 154, "options": 202, "files": 192, "linalg": 529, "ranks": 205,
     "data": 1366, "jacobian": 2312, "network": 3375, "tangent": 1479, "covariance": 2725, "likelihoods": 5788,
     "prediction": 5058, "methods": 4719, "running": 571, "posterior": 1909, "tuning": 4330, "fitting": 2680,
-    "deployment": 1003, "evaluation": 1738, "integrations": 1191, "display": 49, "cli": 247, "__main__": 8,
+    "deployment": 1003, "evaluation": 1738, "integrations": 1194, "display": 49, "cli": 247, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""
 

@@ -40,7 +40,7 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
     The noise of y is normal, of the variance σ²(x), also if the posterior predicts tails.
 
     Cost: per call `posterior.latent` of all points, jointly if q > 1; after n observations, of q + n points per batch.
-        Noise costs one more prediction of its points.
+        Noise that depends on the input costs one more prediction of its points.
     """
 
     def __init__(self, posterior: lw.Posterior) -> None:
@@ -140,15 +140,18 @@ class LaplaceModel(_model.Model, _model.FantasizeMixin):
         return self.condition_on_observations(X, drawn, observation_noise)
 
     def _noise(self, noise: bool | Tensor, X: Tensor, like: Tensor) -> Tensor:
-        """Returns the noise variances at X for outputs (..., q, m), in their shape or as (batch..., q, m)."""
+        """Returns the noise variances at X for outputs (..., q, m), in their shape, or (batch..., q, m), or (q, m)."""
         if isinstance(noise, Tensor):
             return noise.to(like).expand_as(like)
         if self.laplace.noise_variance is None:
             raise LapwingError(
                 f"{self.laplace.likelihood} has no noise variance. Leave observation_noise out, or pass a tensor."
             )
-        points = X.flatten(0, -2).to(self.laplace.tangent.dtype)
-        return self.laplace.predict(points).aleatoric_variance.to(like).unflatten(0, X.shape[:-1])
+        if self.laplace.likelihood.features_read is not None:  # it depends on the input
+            points = X.flatten(0, -2).to(self.laplace.tangent.dtype)
+            return self.laplace.predict(points).aleatoric_variance.to(like).unflatten(0, X.shape[:-1])
+        each = self.laplace.noise_variance * self.laplace.likelihood.ratios(like)
+        return each.expand(like.shape[-2:])
 
     def _conditioned(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean (..., q, m) and covariance (..., q m, q m), given the observations."""

@@ -90,7 +90,7 @@ def latent_nodes(latent: AnyLatent, count: int = NORMAL_NODES) -> tuple[Tensor, 
 
 def probit_logits(mean: Tensor, variance: Tensor) -> Tensor:
     """Returns `m / sqrt(1 + π/8 v)`: MacKay's probit approximation."""
-    return mean * variance.mul(math.pi / 8.0).add(1.0).rsqrt()
+    return mean * torch.rsqrt(1.0 + (math.pi / 8.0) * variance)
 
 
 class Link(Options):

@@ -142,7 +142,7 @@ def possible(logits: Tensor, dim: int = -1) -> Tensor:
     the size of the largest: a mask adds a far larger number, while a confident network has large logits everywhere.
     """
     largest = logits.amax(dim, keepdim=True)
-    return ~(largest - logits > largest.abs().mul(20.0).clamp_min(500.0))  # NaN counts as possible
+    return ~(largest - logits > (20.0 * largest.abs()).clamp_min(500.0))  # NaN counts as possible
 
 
 def nonnegative(values: Tensor) -> Tensor:

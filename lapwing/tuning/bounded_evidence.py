@@ -63,9 +63,9 @@ class BoundedEvidence(Tuning):
     because the mean of the exact posterior's probabilities is the frequency of yes. Measured on 273 networks.
 
     Other likelihoods without one σ², such as `lw.Poisson()`: `b = γ/(2N)`. By Jensen's inequality a right spread costs
-    no more, and it may raise mean counts by 2 %. Training targets that are left out, as below, decide the
-    dispersion of counts and the noise of censored targets, if it is larger than by residuals, and last a factor of the
-    spread of `HeteroscedasticGaussian`.
+    no more, and it may raise mean counts by 2 %. Training targets that are left out, as below, decide the dispersion of
+    counts and the noise of censored targets, if it is larger than by residuals. Last they decide a factor of the spread
+    of `HeteroscedasticGaussian`.
 
     Regression: `(δ, σ²) = (δ*/c, c σ*²)`, `c = s/(σ*² + mean_n J_n Σ* J_nᵀ)`. The linearised network is a Gaussian
     process, whose evidence is highest at (δ*, σ*²). Its leave-one-out predictions give s, the width of predictions of
