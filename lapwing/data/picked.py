@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,7 +14,8 @@ from ..errors import LapwingError, shown
 from .batches import describe, is_loader
 from .frames import as_loader
 
-Part = str | Sequence[str] | Callable[[Any], Any]
+Pick = Callable[[Any], Any]
+Part = str | Sequence[str] | Pick
 
 
 def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
@@ -39,11 +41,11 @@ def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
     loader = as_loader(loader, None)
     if not is_loader(loader):
         raise LapwingError(f"lw.batches needs a loader, an iterable of batches, and got {shown(loader)}. Pass [batch].")
-    pick = _Picked(inputs, targets)
+    pick = partial(_picked, inputs=inputs, targets=targets)
     if isinstance(loader, DataLoader):
         loader = copy.copy(loader)
         loader._iterator = None  # persistent workers of the given loader would not pick
-        loader.collate_fn = _Collated(loader.collate_fn, pick)
+        loader.collate_fn = partial(_collated, collate=loader.collate_fn, pick=pick)
         return loader
     if isinstance(loader, list):
         return [pick(batch) for batch in loader]
@@ -52,31 +54,19 @@ def batches(loader: Any, inputs: Part, targets: Part | None = None) -> Any:
     return (_SizedLoader if hasattr(loader, "__len__") else _Loader)(loader, pick)
 
 
-@dataclass(frozen=True)
-class _Picked:
-    inputs: Part
-    targets: Part | None
-
-    def __call__(self, batch: Any) -> Any:
-        x = _part(batch, self.inputs)
-        return x if self.targets is None else (x, _part(batch, self.targets))
+def _picked(batch: Any, inputs: Part, targets: Part | None) -> Any:
+    x = _part(batch, inputs)
+    return x if targets is None else (x, _part(batch, targets))
 
 
-@dataclass(frozen=True)
-class _Collated:
-    """A function for `DataLoader(collate_fn=)`; a class, so that worker processes can receive it."""
-
-    collate: Callable[[Any], Any]
-    pick: _Picked
-
-    def __call__(self, rows: Any) -> Any:
-        return self.pick(self.collate(rows))
+def _collated(rows: Any, collate: Pick, pick: Pick) -> Any:
+    return pick(collate(rows))
 
 
 @dataclass(frozen=True)
 class _Loader:
     loader: Any
-    pick: _Picked
+    pick: Pick
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.pick, self.loader)
