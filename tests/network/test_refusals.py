@@ -20,7 +20,7 @@ from tests.network.test_chosen_layers import X as ROUTED
 from tests.network.test_chosen_layers import Y as LABELS
 from tests.network.test_functional import AWKWARD, adjoint
 from tests.network.test_output_layers import ROWS, built, encoder, texts, tower, treated
-from tests.network.test_sample_axis import TABLE, WITH_TOKENS, WITHOUT, called, made
+from tests.network.test_sample_axis import TABLE, WITH_TOKENS, WITHOUT, made
 from tests.network.test_seen_whole import USES, gated
 from tests.network.test_survey import conditional, counting
 from tests.refused import each_row, refused
@@ -204,7 +204,7 @@ REFUSED = [
     (lambda: later(Net(clamping, **THREE), X, -X), "writes the input of the layer of second.bias in place"),
     (lambda: later(Net(conditional, **CONDITIONAL), X, -X),
      "does not use extra.weight at … first batch … params=lw.matching"),
-    (lambda: later(*made("unpadded"), called),
+    (lambda: later(*made("unpadded")),
      "at 2 samples:  … a.weight does not hold … ask for single samples"),
     (lambda: lw.fit(network("routed"), ONE_EXPERT, likelihood="categorical"),
      "Net uses experts.1.2.weight at … Shuffle the data,  … params=lw.matching"),

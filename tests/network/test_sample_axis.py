@@ -139,29 +139,21 @@ def made(name: str) -> tuple[nn.Module, Any, Any]:
     return kind().double().eval(), first, then
 
 
-def called(model: nn.Module, inputs: Any) -> Tensor:
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
 def part(inputs: Any, n: int) -> Any:
-    return tuple(x[n : n + 1] for x in inputs) if isinstance(inputs, tuple) else inputs[n : n + 1]
-
-
-def count(inputs: Any) -> int:
-    return len(inputs[0] if isinstance(inputs, tuple) else inputs)
+    return oracle.take(inputs, slice(n, n + 1))
 
 
 def truth(model: nn.Module, tangent: Tangent, inputs: Any) -> Tensor:
-    """J (B, C, P), one sample after the other, in the order of the blocks."""
-    named, rows = dict(model.named_parameters()), []
-    for n in range(count(inputs)):
-        outputs = called(model, part(inputs, n))[0]
+    """J (B, C, P), one sample after the other, by plain autograd: torch.func does not take packed sequences."""
+    names, rows = list(tangent.parameters), []
+    weights = [model.get_parameter(name) for name in names]
+    for n in range(oracle.batch_size(inputs)):
         slopes = [
-            torch.autograd.grad(f, list(named.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-            for f in outputs
+            torch.autograd.grad(f, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for f in oracle.call(model, part(inputs, n))[0]
         ]
-        found = [dict(zip(named, slope, strict=True)) for slope in slopes]
-        rows.append(torch.stack([torch.cat([block.join(slope) for block in tangent.blocks]) for slope in found]))
+        found = dict(zip(names, map(torch.stack, zip(*slopes, strict=True)), strict=True))  # (C, *shape)
+        rows.append(torch.cat([block.join(found) for block in tangent.blocks], -1))
     return torch.stack(rows)
 
 
@@ -169,7 +161,7 @@ def truth(model: nn.Module, tangent: Tangent, inputs: Any) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
     model, first, then = made(name)
-    tangent = Tangent.survey(model, first, EVERY, called)
+    tangent = Tangent.survey(model, first, EVERY)
     for inputs in (first, then, then, first):
         found = torch.cat([record.rows() for _, record in tangent.records(inputs)])
         torch.testing.assert_close(found, truth(model, tangent, inputs), rtol=1e-10, atol=1e-12)
@@ -183,15 +175,15 @@ def test_rows_are_those_of_one_sample_at_a_time(name: str) -> None:
 )  # fmt: skip
 def test_posteriors_do_not_depend_on_how_samples_come(name: str, method: lw.Method) -> None:
     model, first, then = made(name)
-    options = {"params": EVERY, "forward": called, "likelihood": "categorical", "prior_precision": 1.0}
+    options = {"params": EVERY, "likelihood": "categorical", "prior_precision": 1.0}
     together, alone = [], []
     for inputs in (first, then):
-        labels = torch.arange(count(inputs)) % 3
+        labels = torch.arange(oracle.batch_size(inputs)) % 3
         together.append((inputs, labels))
         alone += [(part(inputs, n), labels[n : n + 1]) for n in range(len(labels))]
     one = lw.fit(model, together, method, **options)
     other = lw.fit(model, [together[0], *alone[len(together[0][1]) :]], method, **options)
-    variances = [other.latent(part(then, n)).variance for n in range(count(then))]
+    variances = [other.latent(part(then, n)).variance for n in range(oracle.batch_size(then))]
     torch.testing.assert_close(one.latent(then).variance, torch.cat(variances), rtol=1e-8, atol=1e-10)
 
 
@@ -300,7 +292,7 @@ def test_half_precision_is_no_false_alarm(caplog: pytest.LogCaptureFixture) -> N
 
 def test_one_warning_that_samples_are_taken_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     model, first, then = made("unpadded")
-    tangent = Tangent.survey(model, first, EVERY, called)
+    tangent = Tangent.survey(model, first, EVERY)
     for _ in range(2):
         assert len(list(tangent.records(then))) == 2
     assert caplog.text.count("They are taken one by one, which is slow") == 1
@@ -327,7 +319,7 @@ def test_edges_of_samples_taken_one_by_one(together: Callable[..., Tensor], outp
     if together is twice:
         first = (first[0], FULL.index_fill(1, torch.tensor(3), False))
     for params in (EVERY, lw.everything):
-        tangent = Tangent.survey(model, first, params, called)
+        tangent = Tangent.survey(model, first, params)
         found = torch.cat([record.rows() for _, record in tangent.records(then)])
         alone = torch.cat([tangent.record(part(then, n)).rows() for n in range(2)])
         trained = copy.deepcopy(model).double().requires_grad_(True)
