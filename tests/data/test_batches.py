@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -264,40 +263,22 @@ def test_inputs_that_require_gradients() -> None:
 def test_keys_are_equal_for_equal_samples_only() -> None:
     """Against a comparison of all pairs of samples by Python."""
     x, n = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, 2.0]]), torch.tensor([1, 1, 1, 2])
-    texts = ["a", "ab", "a", "a"]
-    columns: list[list[Any]] = [x.tolist(), n.tolist(), texts]
+    texts, titles = ["a", "ab", "a", "a"], ["c", "c", "d", "c"]
+    columns: list[list[Any]] = [x.tolist(), n.tolist(), texts, titles]
     for given, targets, which in (
         (x, None, [0]), (x.bfloat16(), n, [0, 1]), ((n > 1, x.T.contiguous().T), None, [0, 1]),
         ({"a": [x, (n,)], "b": texts}, None, [0, 1, 2]), ({"b": texts, "n": n[:, None, None]}, x, [0, 1, 2]),
         ((x.cfloat().conj(), torch.zeros(3), torch.tensor(1.0), "shared"), None, [0]),
+        ((x, texts, titles), None, [0, 2, 3]), (x, n.as_strided((4, 1), (1, 0)), [0, 1]),  # as NumPy makes a column
     ):  # fmt: skip
         samples = [tuple(columns[i][row] for i in which) for row in range(4)]
         keys = Inputs(given).digests(targets)
         assert keys.shape == (4,)
         assert (keys[:, None] == keys).tolist() == [[one == other for other in samples] for one in samples]
     assert torch.equal(Inputs(x[2:]).digests(n[2:]), Inputs(x).digests(n)[2:])  # in any batch
+    assert torch.equal(Inputs(x).digests(n[:, None]), Inputs(x).digests(n.as_strided((4, 1), (1, 0))))
     assert Inputs(x[:0]).digests(n[:0]).shape == (0,)
     assert (Inputs((x, torch.zeros(3))).digests() != Inputs((x, torch.ones(3))).digests()).all()  # shared by all
-
-
-def test_digests_of_a_column_that_numpy_made() -> None:
-    y = np.arange(3.0)
-    column = torch.from_numpy(y[:, None])
-    assert column.stride() == (1, 0)
-    assert torch.equal(Inputs(X[:3]).digests(column), Inputs(X[:3]).digests(torch.tensor(y)[:, None]))
-
-
-def test_digests_of_samples_read_their_tensors_and_texts() -> None:
-    texts, numbers = {"x": torch.zeros(3, 1), "text": ["a", "b", "a"]}, torch.tensor([[0.0], [1.0], [0.0]])
-    for inputs in (texts, numbers, {"x": numbers, "shared": torch.ones(())}):
-        first, second, third = Inputs(inputs).digests().tolist()
-        assert first == third != second
-    assert Inputs(numbers).digests(torch.tensor([0, 0, 1])).unique().numel() == 3
-
-
-def filling(net: Any, x: Tensor) -> Tensor:
-    """A network that takes NaN, and gives missing features a value of its own."""
-    return net.head(torch.where(x.isnan(), net.fill, x))
 
 
 def test_digests_tell_columns_of_texts_apart() -> None:
@@ -322,6 +303,7 @@ def test_samples_on_a_device_keep_their_weights() -> None:
 
 
 def test_the_refusal_of_nan_prints_what_a_network_that_takes_nan_needs() -> None:
+    filling = lambda net, x: net.head(torch.where(x.isnan(), net.fill, x))  # noqa: E731
     model = Net(filling, fill=nn.Parameter(torch.randn(4)), head=nn.Linear(4, 3)).double().eval()
     x, y = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 3
     x[::3, 1] = torch.nan

@@ -209,13 +209,10 @@ def treated(model: nn.Module, x: Any = X) -> list[str]:
 def test_the_last_layer_is_what_no_weights_follow(name: str) -> None:
     make, names = TREATED[name]
     model = built(make)
-    before = {key: (value, value._version, value.requires_grad) for key, value in model.named_parameters()}
+    state = lambda: {key: (id(x), x._version, x.requires_grad) for key, x in model.named_parameters()}  # noqa: E731
+    before = state()
     assert sorted(treated(model)) == sorted(names)
-    after = {key: (value, value._version, value.requires_grad) for key, value in model.named_parameters()}
-    assert before.keys() == after.keys()
-    assert all(
-        now[0] is was[0] and now[1:] == was[1:] for now, was in zip(after.values(), before.values(), strict=True)
-    )
+    assert state() == before
 
 
 @pytest.mark.filterwarnings("ignore")
