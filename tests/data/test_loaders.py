@@ -80,13 +80,9 @@ def test_tuning_on_a_stream_without_end_looks_at_some_hundred_samples(real: bool
 
 
 def test_a_stream_of_known_size_gives_what_a_list_gives() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(DATA)
-
     model, options = network(), {"data_size": 100, "prior_precision": 1.0}
     for method in STEPS:
-        of_stream = lw.fit(model, DataLoader(Stream(), batch_size=5), method, **options)
+        of_stream = lw.fit(model, DataLoader(WithoutLength(), batch_size=5), method, **options)
         of_list = lw.fit(model, DataLoader(DATA, batch_size=5), method, **options)
         assert of_stream.data_factor == pytest.approx(of_list.data_factor)
         torch.testing.assert_close(of_stream.latent(X).variance, of_list.latent(X).variance)
@@ -127,14 +123,20 @@ def test_nothing_is_said_of_the_whole_or_where_the_size_is_given(caplog: pytest.
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-class Twice(IterableDataset):
-    """A data set that every worker shows in full."""
+class WithoutLength(IterableDataset):
+    """A data set that every worker shows in full, or that shares its samples out."""
 
-    def __len__(self) -> int:
-        return 20
+    def __init__(self, shares: bool = False) -> None:
+        self.shares = shares
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(DATA)
+        worker = get_worker_info()
+        return islice(iter(DATA), worker.id, None, worker.num_workers) if self.shares and worker else iter(DATA)
+
+
+class Twice(WithoutLength):
+    def __len__(self) -> int:
+        return 20
 
 
 @pytest.mark.parametrize(("shown", "workers"), [(40, 2), (60, 3), (40, 3), (20, 1), (20, 0)])
@@ -142,17 +144,6 @@ def test_samples_that_each_worker_shows_are_said(shown: int, workers: int, caplo
     warn_of_unseen(DataLoader(Twice(), batch_size=5, num_workers=workers), shown)
     said = f"shows {shown} samples, each of the 20 of its data set once per worker" in caplog.text
     assert said == (shown == 20 * workers > 20)
-
-
-class WithoutLength(IterableDataset):
-    """A data set that every worker shows in full, or that shares its samples out."""
-
-    def __init__(self, shares: bool) -> None:
-        self.shares = shares
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        return islice(iter(DATA), worker.id, None, worker.num_workers) if self.shares and worker else iter(DATA)
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 import lapwing as lw
 from lapwing.network.tracing import Recorder
@@ -136,21 +136,19 @@ def again(net: Any, h: Tensor) -> Tensor:
     return h + 0.1 * torch.tanh(h @ net.head.weight.T) @ torch.ones(3, 5, dtype=h.dtype)
 
 
-def branching(net: Any, x: Tensor) -> Tensor:
-    """Uses the weight of the head twice for inputs whose first entry is positive."""
-    h = net.trunk(x)
-    return net.head(again(net, h) if bool(x[0, 0] > 0) else h)
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "a value": lambda x: bool(x[0, 0] > 0),
+    "a number of values, which a shape shows": lambda x: torch.where(x[:, 0] > 0)[0].numel(),
+}
 
 
-def counting(net: Any, x: Tensor) -> Tensor:
-    """The same by the number of positive entries, which a shape shows."""
-    h = net.trunk(x)
-    return net.head(again(net, h) if torch.where(x[:, 0] > 0)[0].numel() else h)
+@pytest.mark.parametrize("kind", READS)
+def test_a_network_that_reads_values_is_watched_in_every_call(kind: str) -> None:
+    def branching(net: Any, x: Tensor) -> Tensor:
+        h = net.trunk(x)
+        return net.head(again(net, h) if READS[kind](x) else h)
 
-
-@pytest.mark.parametrize("kind", [branching, counting])
-def test_a_network_that_reads_values_is_watched_in_every_call(kind: Callable[..., Tensor]) -> None:
-    model = network(kind)
+    model = network(branching)
     torch.manual_seed(1)
     x = torch.randn(6, 4).double()
     x[:, 0] = -x[:, 0].abs()
@@ -314,11 +312,6 @@ def test_other_threads_run_the_network_meanwhile(watched: list[str]) -> None:
     in_threads(lambda _: torch.testing.assert_close(posterior.latent(x).mean, wanted, rtol=0, atol=0), 5)
 
 
-class Mode(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 def within(net: Any, x: Tensor) -> Tensor:
     """Calls the head where gradients are off, and on again."""
     with torch.no_grad():
@@ -331,7 +324,7 @@ def within(net: Any, x: Tensor) -> Tensor:
 def moded(net: Any, x: Tensor) -> Tensor:
     """Runs the head in a function mode of its own."""
     h = net.trunk(x)
-    with Mode():
+    with BaseTorchFunctionMode():
         out = net.head(h)
     return 2 * out
 

@@ -37,9 +37,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, nn.RNNBase):  # lists of its own beside the parameters
             taken[f"{path}/flat"] = [id(value) for value in module._flat_weights]
         taken[f"{path}/training"] = module.training
-        for store in ("_parameters", "_buffers", "_modules"):
-            taken[f"{path}/{store}"] = {key: id(value) for key, value in getattr(module, store).items()}
-        for store in HOOKS:
+        for store in ("_parameters", "_buffers", "_modules", *HOOKS):
             taken[f"{path}/{store}"] = {key: id(value) for key, value in getattr(module, store).items()}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         taken[f"{name}/value"] = value.detach().clone()

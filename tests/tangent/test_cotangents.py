@@ -37,14 +37,6 @@ def cotangents_of(kind: str, problem: Setup) -> tuple[Cotangents, Tensor]:
     return {"tensor": GivenCotangents(squared), "function": of_function, "class": Squared()}[kind], squared
 
 
-def test_a_record_takes_a_tensor_a_function_or_none():
-    problem = setup("mlp")
-    squared = problem.f.square()[..., None]
-    for given in (squared, lambda outputs: outputs.square()[..., None]):
-        close(problem.tangent.record(problem.x, given).rows(), squared.mT @ problem.J)
-    close(problem.tangent.record(problem.x).rows(), problem.J)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_gives_its_rows(kind):
     problem = setup("mlp")
