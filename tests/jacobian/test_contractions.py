@@ -268,13 +268,9 @@ def test_sums_of_a_layer_that_no_token_reaches_are_zero():
 def test_pairs_of_positions_are_taken_where_they_are_few():
     """The last feature maps of a ResNet have pairs, its first ones rows; a strip of many is never joined for pairs."""
     last, first = shared(1, 10, 4, 1, 64, 576), shared(1, 10, 64, 1, 16, 144)
-    assert last.pairs_are_cheaper(0)
-    assert last.pairs_are_cheaper(1)
-    assert last.pairs_are_cheaper(1, norms=True)
-    assert last.pairs_are_cheaper(17, norms=True)
-    assert not first.pairs_are_cheaper(0)
-    assert not first.pairs_are_cheaper(1)
-    assert not first.pairs_are_cheaper(1, norms=True)
+    asked = (0, False), (1, False), (1, True)  # the number of weights, and whether norms are read
+    assert all(last.pairs_are_cheaper(*each) for each in (*asked, (17, True)))
+    assert not any(first.pairs_are_cheaper(*each) for each in asked)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

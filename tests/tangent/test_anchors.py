@@ -33,18 +33,10 @@ def case(request: pytest.FixtureRequest) -> tuple[Setup, Anchors, Tensor]:
     """A network, anchors that pick some samples not at all, once and several times, and their rows (M, P)."""
     problem = setup(request.param)
     count = problem.J.shape[1]
-    samples = torch.tensor([5, 0, 2, 5, 7, 2, 5][: 7 if count > 2 else 4])
-    taken: dict[int, int] = {}
-    outputs = []
-    for sample in samples.tolist():
-        outputs.append(taken.get(sample, 0) % count)
-        taken[sample] = taken.get(sample, 0) + 1
-    outputs = torch.tensor(outputs)
-    return (
-        problem,
-        Anchors(narrow(problem.tangent), (Inputs(problem.x),), samples, outputs),
-        problem.J[samples, outputs],
-    )
+    samples = [5, 0, 2, 5, 7, 2, 5][: 7 if count > 2 else 4]
+    outputs = [samples[:i].count(sample) % count for i, sample in enumerate(samples)]
+    anchors = Anchors(narrow(problem.tangent), (Inputs(problem.x),), torch.tensor(samples), torch.tensor(outputs))
+    return problem, anchors, problem.J[samples, outputs]
 
 
 def weights(problem: Setup) -> dict[str, float]:
