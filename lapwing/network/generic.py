@@ -17,7 +17,7 @@ from torch.func import vjp, vmap
 
 from ..data.inputs import Inputs
 from ..errors import LapwingError
-from ..linalg import total
+from ..linalg import joined, total
 from .eager import LOCK, batching_quiet
 from .entry import network_casts
 
@@ -176,8 +176,7 @@ def by_forward_mode(outputs: Outputs, values: dict[str, Tensor], groups: Sequenc
         return jvp(outputs, (values,), (direction,))[1]
 
     with batching_quiet():
-        parts = [vmap(product, randomness="error")(group) for group in groups]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined(vmap(product, randomness="error")(group) for group in groups)
 
 
 def by_two_backward_passes(outputs: Outputs, values: dict[str, Tensor], groups: Sequence[Group]) -> Tensor:

@@ -52,18 +52,14 @@ def outputs_and_features(tangent: Tangent, block: str, inputs: Inputs) -> tuple[
     outputs, features = [], []
     for _, chunk in inputs.chunks(tangent.chunk_length(1)):
         recording = tangent.call.traced(chunk, watched, frozen=frozen, repeats=True)
-        noted, (*_, (_, axis, _)) = recording.noted[-1], tangent.plan.uses[block]
-        sizes = recording.sizes
-        places = tangent.positions.places(chunk.samples, sizes)
+        noted, sizes, (*_, (_, axis, _)) = recording.noted[-1], recording.sizes, tangent.plan.uses[block]
+        count = tangent.positions.places(chunk.samples, sizes).count
         mean = rows_of(noted.use, axis, chunk.samples)
         assert mean is not None  # the block was chosen by `last_layer_of`
-        patches = None
-        if places.sizes and noted.out.movedim(noted.use.features or 0, -1).shape[:-1] == (
-            chunk.samples,
-            *recording.sizes,
-        ):
-            patches = noted.use.position_inputs(sizes, chunk.samples * places.count)
-        rows = mean.repeat_interleave(places.count, 0) if patches is None else torch.cat(list(patches))
+        patches, grid = None, noted.out.movedim(noted.use.features or 0, -1).shape[:-1]
+        if sizes and grid == (chunk.samples, *sizes):
+            patches = noted.use.position_inputs(sizes, chunk.samples * count)
+        rows = mean.repeat_interleave(count, 0) if patches is None else torch.cat(list(patches))
         outputs.append(recording.shaped.detach().to(tangent.dtype))
         features.append(rows if inputs.wants_gradient else rows.detach())
     return torch.cat(outputs), torch.cat(features)

@@ -21,7 +21,7 @@ from ..data.inputs import Inputs
 from ..environment import unlocked_property
 from ..errors import LapwingError
 from ..jacobian.blocks import Block
-from ..linalg import accumulation_dtype, double_device, doubled
+from ..linalg import accumulation_dtype, double_device, doubled, joined
 from ..network.call import Call
 from ..network.call_errors import OutputsWithPositions
 from ..network.eager import native, own_parameters, parameters_of, without_compiled
@@ -212,12 +212,9 @@ class Tangent:
 
     def outputs_of(self, inputs: Any) -> Tensor:
         """Returns the outputs (B, C), or in their own shape with positions, in chunks and without gradients."""
-        parts = []
         with torch.no_grad(), without_compiled():
-            for _, chunk in Inputs.of(inputs).chunks(self.chunk_length(1)):
-                outputs = self.call.shaped(chunk)
-                parts.append(outputs.detach().to(self.dtype))  # a scripted network may give them a graph all the same
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            shaped = (self.call.shaped(chunk) for _, chunk in Inputs.of(inputs).chunks(self.chunk_length(1)))
+            return joined(part.detach().to(self.dtype) for part in shaped)  # scripted networks may give them a graph
 
     def places_of(self, inputs: Any) -> Places:
         """Returns the positions of the outputs. Cost: a forward pass of two samples, or none for outputs (B, C)."""
