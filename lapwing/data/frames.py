@@ -205,10 +205,9 @@ def _tensors(data: Any, dtype: torch.dtype | None, column: bool = True) -> Any:
         return _column(_tensor(data, dtype))
     if column and isinstance(data, (tuple, list)) and len(data) == 2 and is_array(data[0]):
         data = (_column(_tensor(data[0], dtype)), data[1])
-    leaves, spec = pytree.tree_flatten(batches.tree(data))
-    if not any(map(is_array, leaves)):
+    if not any(map(is_array, pytree.tree_leaves(batches.tree(data)))):
         return data
-    return pytree.tree_unflatten([_tensor(leaf, dtype) if is_array(leaf) else leaf for leaf in leaves], spec)
+    return pytree.tree_map(lambda leaf: _tensor(leaf, dtype) if is_array(leaf) else leaf, batches.tree(data))
 
 
 def _column(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 
 import torch
@@ -22,13 +23,11 @@ Strip = tuple[Tensor, Tensor]
 
 def boxes(grid: Sequence[int], limit: int) -> list[Box]:
     """Cuts a grid into boxes of at most `limit` positions (at least one), along the first dimensions first."""
-    if not grid:
-        return [()]
-    first, inner = grid[0], max(1, prod(grid[1:]))
-    step = max(1, min(first, limit // inner))
-    starts = range(0, max(1, first), step)
-    rest = boxes(grid[1:], limit)
-    return [(slice(start, min(start + step, first)), *box) for start in starts for box in rest]
+    sides = []
+    for dim, size in enumerate(grid):
+        step = max(1, min(size, limit // max(1, prod(grid[dim + 1 :]))))
+        sides.append([slice(start, min(start + step, size)) for start in range(0, max(1, size), step)])
+    return list(product(*sides))
 
 
 def at(values: Tensor, box: Box, lead: int) -> Tensor:

@@ -6,6 +6,7 @@ Other products of a batch with a parameter, `W @ x`, three-dimensional weights a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from string import ascii_letters
 
 import torch
 from torch import Tensor
@@ -17,8 +18,6 @@ from ..outer import Outer
 from ..shared_outer import SharedOuter
 from ..strips import Box, Strip, at
 from .use import BatchAxis, Use, Watched, aten, by_name, outer_jacobian, register_reader, with_bias_column
-
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class LinearUse(Use):
@@ -43,7 +42,6 @@ class LinearUse(Use):
         self.sample_dims = inputs.ndim - 1
 
     def matrix(self) -> Matrix:
-        """Returns one group (O, I), maybe stored transposed."""
         return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed)
 
     def position_inputs(self, grid: Sequence[int], step: int) -> Iterator[Tensor]:
@@ -85,8 +83,8 @@ class EinsumUse(Use):
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Rows:
         assert g is not None  # only linear layers give the outputs
-        of_inputs, of_weight, of_out = self.letters
-        batch, cotangent, place = [letter for letter in LETTERS if letter not in of_inputs + of_weight + of_out][:3]
+        (of_inputs, of_weight, of_out), used = self.letters, "".join(self.letters)
+        batch, cotangent, place = [letter for letter in ascii_letters if letter not in used][:3]
         if samples == 1:
             x, g = self.inputs.unsqueeze(0), g.unsqueeze(1)
         else:
@@ -128,7 +126,7 @@ def _letters(equation: str, left: Tensor, right: Tensor) -> tuple[str, str, str]
         return None
     for of, tensor in ((of_left, left), (of_right, right)):
         if "..." in of:
-            free = [letter for letter in LETTERS if letter not in equation]
+            free = [letter for letter in ascii_letters if letter not in equation]
             more = "".join(free[: tensor.ndim - len(of) + 3])
             of_left, of_right, of_out = (part.replace("...", more) for part in (of_left, of_right, of_out))
     parts = of_left, of_right, of_out

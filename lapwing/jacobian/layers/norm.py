@@ -129,12 +129,11 @@ def _exported_batch_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | N
 def _instance_norm(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     named = by_name(names, args, kwargs)
-    rest = {name: named[name] for name in names[:5] + names[6:] if name in named}
     if not named.get("use_input_stats", True):
-        return _batch_norm((), rest, watched)
-    if rest.get("running_mean") is not None or rest.get("running_var") is not None or named["input"].ndim < 3:
+        return _batch_norm((), named, watched)
+    if named.get("running_mean") is not None or named.get("running_var") is not None or named["input"].ndim < 3:
         return None
-    return _group_norm((), rest | {"num_groups": named["input"].shape[1]}, watched)
+    return _group_norm((), named | {"num_groups": named["input"].shape[1]}, watched)
 
 
 def _prelu(args: tuple, kwargs: dict, watched: Watched) -> Use | None:
