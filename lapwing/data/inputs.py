@@ -158,7 +158,6 @@ class Inputs:
                 raise _not_finite(leaf, where)
 
     def __repr__(self) -> str:
-        """Shows the structure and shapes."""
         return describe(self.value)
 
 

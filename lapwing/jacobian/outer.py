@@ -59,7 +59,6 @@ class Outer(MatrixJacobian):
             yield slice(start * self.inputs, (start + rows.shape[2]) * self.inputs), rows.flatten(2)
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> Outer:
-        """Returns J in another basis: a U_in and g U_out, for U_in (1, I, I) and U_out (1, O, O)."""
         a, g = self.a if inputs is None else self._turned(inputs[0]), self._g
         if outputs is not None:
             g = self.g

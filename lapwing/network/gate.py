@@ -71,7 +71,6 @@ def _no_module(model: Any) -> LapwingError:
 
 
 def _unusable(model: str, name: str, value: Tensor) -> LapwingError:
-    """Returns the error for a network with a parameter without numbers or gradients, or that is sharded."""
     empty = isinstance(value, nn.UninitializedParameter)
     if empty or value.is_meta:
         return LapwingError(
@@ -184,7 +183,6 @@ def check_layers(model: nn.Module, last_layer: bool = True) -> None:
 
 
 def _refused(model: nn.Module, found: list[tuple[Refusal, str]]) -> LapwingError:
-    """Returns the error for the first refusal, with the layers that it concerns."""
     reason, remedy, _ = found[0][0]
     first, *others = [layer for refusal, layer in found if refusal.reason == reason]
     if len(others) > 2:

@@ -106,12 +106,10 @@ class Positions:
         return self.dims > 2 and not self.flattened
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields, as JSON."""
         return dict(zip(FILE_KEYS, astuple(self), strict=True))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Positions:
-        """Rebuilds positions from `to_json`."""
         return cls(*(data[key] for key in FILE_KEYS if key in data))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:

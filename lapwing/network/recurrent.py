@@ -105,7 +105,6 @@ class _Steps:
         return torch.addmm(self._added[step], states, self._weight.T)
 
     def note(self, intercept: Intercept) -> None:
-        """Records the products of all steps."""
         if self._noted:
             intercept(_noted_product, (torch.stack(self._states), *self._parameters, self._zeros), {})
 

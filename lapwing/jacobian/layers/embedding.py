@@ -49,9 +49,7 @@ class OneHot(MatrixJacobian):
             yield part, rows.scatter_add(2, index, self.g[..., channel])
 
     def rotate(self, inputs: Tensor | None, outputs: Tensor | None) -> OneHot:
-        """Returns J with g in another basis (1, O, O). The one-hot inputs are already in the eigenbasis of A."""
-        if inputs is not None:
-            raise ValueError("one-hot inputs are in their eigenbasis: pass None for the inputs' basis")
+        assert inputs is None  # one-hot inputs are in the eigenbasis of A
         if outputs is None:
             return self
         return OneHot(self.tokens, self.g @ outputs[0], self.vocabulary).within(self.slice_bytes)
@@ -175,7 +173,6 @@ class EmbeddingUse(Use):
         self.sample_dims = tokens.ndim
 
     def matrix(self) -> Matrix:
-        """Returns (O = width, I = vocabulary), stored transposed."""
         return Matrix.of(self.parameters["weight"].shape, transposed=self.transposed, one_hot=self.one_hot)
 
     def jacobian(
