@@ -151,8 +151,6 @@ class Outer(MatrixJacobian):
     def gram(self, other: BlockJacobian) -> Tensor:
         """Returns `(a·a')(g·g')` (B, R, B', R')."""
         if not isinstance(other, Outer):
-            if other.strips is None:
-                return super().gram(other)
             return SharedOuter(self.strips).within(self.slice_bytes).gram(other)
         inputs = F.linear(self.a, other.a)  # (B, B')
         gradients = F.linear(self.g.flatten(0, 1), other.g.flatten(0, 1))

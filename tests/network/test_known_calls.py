@@ -33,11 +33,10 @@ def network(forward: Callable[..., Tensor] = plain, **more: Any) -> Any:
     return Net(forward, trunk=trunk, head=nn.Linear(5, 3), **more).double().eval()
 
 
-def fitted(model: nn.Module, *shape: int, **options: Any) -> tuple[Any, Tensor]:
+def fitted(model: nn.Module) -> tuple[Any, Tensor]:
     torch.manual_seed(1)
-    x = torch.randn(6, *(shape or (4,)), dtype=torch.float64)
-    options = {"params": lw.last_layer, "prior_precision": 1.0, **options}
-    return lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), **options), x
+    x = torch.randn(6, 4, dtype=torch.float64)
+    return lw.fit(model, [(x, torch.arange(6) % 3)], lw.KFAC(), params=lw.last_layer, prior_precision=1.0), x
 
 
 def known(model: nn.Module) -> tuple[Any, Tensor]:

@@ -57,8 +57,8 @@ class Loader:
             yield batch
 
 
-def pieces(name: str = "mlp", samples: int = 8, size: int = 3) -> tuple[nn.Module, list[Any]]:
-    model, x, y, _ = data(name, samples)
+def pieces(size: int = 3) -> tuple[nn.Module, list[Any]]:
+    model, x, y, _ = data("mlp")
     return model, list(zip(x.split(size), y.split(size), strict=True))
 
 
