@@ -8,7 +8,7 @@ Z (T, B, O) to its product, so the gradients at Z are the gradients at the produ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ Intercept = Callable[[Callable, tuple, dict], Any]
 
 States = tuple[Tensor, ...]
 """States (B, H) of a layer or cell; those of an LSTM are its outputs and its cells."""
+
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Weights of the inputs and of the states in one layer and direction, their biases, and the weights of a projection."""
 
 Step = Callable[[Tensor, Tensor, States], States]
 """Contributions of inputs and of states to the gates (B, gates H), and the states before a step -> those after."""
@@ -63,16 +66,6 @@ def tensors_of(args: tuple) -> list[Tensor]:
     """Returns the tensors among the arguments of a call, also inside lists and tuples."""
     values = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     return [value for value in values if isinstance(value, Tensor)]
-
-
-class Weights(NamedTuple):
-    """Weights of one layer and direction in torch's order. Biases and the projection may be None."""
-
-    inputs: Tensor
-    states: Tensor
-    inputs_bias: Tensor | None = None
-    states_bias: Tensor | None = None
-    projection: Tensor | None = None
 
 
 def _noted_product(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -148,16 +141,17 @@ def _weights(flat: Sequence[Tensor], biases: bool) -> Weights:
     """Returns the weights of one layer and direction from torch's flat list."""
     inputs, states, *rest = flat
     inputs_bias, states_bias = rest[:2] if biases else (None, None)
-    return Weights(inputs, states, inputs_bias, states_bias, rest[-1] if len(rest) % 2 else None)
+    return inputs, states, inputs_bias, states_bias, rest[-1] if len(rest) % 2 else None
 
 
 def _direction(
     step: Step, x: Tensor, states: States, weights: Weights, reverse: bool, watched: Watched, intercept: Intercept
 ) -> tuple[Tensor, States]:
     """Runs one layer in one direction over x (T, B, I); returns the outputs (T, B, H) and the final states."""
-    inputs = intercept(F.linear, (x, weights.inputs, weights.inputs_bias), {})
-    hidden = _Steps(weights.states, weights.states_bias, inputs, watched)
-    projection = None if weights.projection is None else _Steps(weights.projection, None, inputs, watched)
+    of_inputs, of_states, inputs_bias, states_bias, projected = weights
+    inputs = intercept(F.linear, (x, of_inputs, inputs_bias), {})
+    hidden = _Steps(of_states, states_bias, inputs, watched)
+    projection = None if projected is None else _Steps(projected, None, inputs, watched)
     outputs: list[Tensor] = []
     for t, gates in enumerate(reversed(inputs.unbind()) if reverse else inputs.unbind()):
         states = step(gates, hidden.product(t, states[0]), states)
