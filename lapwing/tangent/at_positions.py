@@ -77,7 +77,7 @@ def records_of_positions(
             outputs = outputs if differentiable else outputs.detach().requires_grad_()
             u = cotangents(outputs if differentiable else outputs.detach())
             noted = RecordedUse(layer, use.names, get_gradient_edge(outputs), outputs, layer.inputs._version)
-            noted.is_output, noted.slopes = layer.is_product, slopes[0] if slopes else None
+            noted.is_output, noted.slopes = True, slopes[0] if slopes else None
             roles = {name: [(0, BatchAxis(), each[0][2])] for name, each in uses.items()}
             yield rows, Record(tangent, None, outputs, [noted], roles, u, dtype, differentiable, sizes)
 

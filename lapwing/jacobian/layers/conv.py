@@ -88,7 +88,7 @@ class ConvUse(Use):
         small = prod(self.parameters["weight"].shape[2:]) == 1  # a patch is a pixel
         if small or self.groups > 1 or self.inputs.device.type != "cpu":  # other devices may round convolutions (TF32)
             return None
-        return ((count, PatchUse(strip)) for count, strip in self._strips(grid, step))
+        return self._strips(grid, step)
 
     def _strips(self, grid: Sequence[int], step: int) -> Iterator[tuple[int, ConvUse]]:
         """Yields the number of output positions of a part of the images, and the layer there."""
@@ -133,8 +133,14 @@ class ConvUse(Use):
     def jacobian(
         self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
     ) -> Outer | SharedOuter:
-        """Unfolds the input one strip of positions at a time, because patches at all positions may not fit."""
-        assert g is not None  # outputs are not feature maps
+        """Unfolds the input one strip of positions at a time, because patches at all positions may not fit.
+
+        g=None means that positions are samples: a linear layer on patches.
+        """
+        if g is None:
+            if "weight" in roles and dtype == self.inputs.dtype:
+                return PatchOuter(self, samples, "bias" in roles)
+            return Outer(with_bias_column(self.patches().to(dtype), roles), None, self.matrix().outputs)
         layout, space = self.matrix(), self.inputs.ndim - 2
         x = axis.front(self.images(), samples)  # (B, [k,] channels, *space)
         x = x if x.ndim > space + 2 else x.unsqueeze(1)
@@ -150,28 +156,6 @@ class ConvUse(Use):
 
         grid = (x.shape[1], *gradients.shape[5:])
         return outer_jacobian(part, grid, (samples, len(g)), layout, roles, dtype, limit)
-
-
-class PatchUse(Use):
-    """A convolution whose positions are samples: a linear layer on patches."""
-
-    family, is_product, sample_dims = "conv", True, 1
-
-    def __init__(self, conv: ConvUse) -> None:
-        super().__init__(conv.inputs, conv.parameters["weight"], conv.parameters.get("bias"))
-        self._conv, self.transposed = conv, conv.transposed
-
-    def matrix(self) -> Matrix:
-        return self._conv.matrix()
-
-    def jacobian(
-        self, g: Tensor | None, axis: BatchAxis, samples: int, roles: frozenset[str], dtype: torch.dtype, limit: int
-    ) -> Outer:
-        assert g is None
-        self._conv.inputs = self.inputs
-        if "weight" in roles and dtype == self.inputs.dtype:
-            return PatchOuter(self._conv, samples, "bias" in roles)
-        return Outer(with_bias_column(self._conv.patches().to(dtype), roles), None, self.matrix().outputs)
 
 
 class PatchOuter(Outer):

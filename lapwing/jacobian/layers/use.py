@@ -113,7 +113,7 @@ class Use(ABC):
 
         Args:
             g: gradients `(R, *out.shape)` of the cotangents at the layer's output; None if that is the network's output
-                and the cotangents are its entries (only if `is_product`).
+                and the cotangents are its entries (only if `is_product`, or for a layer of `position_uses`).
             axis: dimension of the samples.
             samples: B.
             roles: treated parameters, of "weight" and "bias".
