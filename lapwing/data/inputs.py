@@ -137,7 +137,7 @@ class Inputs:
                 rows = rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1))  # y[:, None] of NumPy has stride 0
                 parts = [*rows.view(torch.uint8).numpy()]
                 columns.append(parts if each else [blake2b(parts[0], digest_size=8).digest()] * count)
-        texts = [leaf.encode() for leaf in leaves if isinstance(leaf, str)]
+        texts = [f"{leaf}\0".encode() for leaf in leaves if isinstance(leaf, str)]
         columns += [texts[start : start + count] for start in range(0, len(texts) - count + 1, count or 1)]
         digests = [blake2b(b"".join(row), digest_size=8).digest() for row in zip(*columns, strict=True)]
         return torch.tensor([int.from_bytes(one, "little", signed=True) for one in digests], dtype=torch.int64)
