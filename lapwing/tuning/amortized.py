@@ -33,7 +33,6 @@ from ..tangent.retry import entry
 
 log = logging.getLogger("lapwing")
 
-EXACT = Linearized()
 HEAD_OUTPUTS, HEAD_ROWS, HEAD_FEWEST = 20, 4_000, 100
 """Maximum number of outputs; maximum number of rows of the data, and of unlabelled ones; minimum number of both."""
 HEAD_COPIES = 20
@@ -297,7 +296,7 @@ def joined_rows(features: Tensor, outputs: Tensor, inputs: Inputs) -> Tensor:
 
 def exact(tangent: Tangent, covariance: Covariance, inputs: Inputs, centred: bool) -> Tensor:
     """Returns the exact covariances of the outputs, or of the outputs minus their average, (B, C, C) in float64."""
-    found = doubled(latent_of_batch(tangent, covariance, inputs, EXACT, False).covariance)
+    found = doubled(latent_of_batch(tangent, covariance, inputs, Linearized(), False).covariance)
     if centred:
         found = found - found.mean(1, keepdim=True)
         found = found - found.mean(2, keepdim=True)
@@ -351,28 +350,19 @@ def _corrupted(inputs: Inputs, generator: torch.Generator) -> Iterator[Inputs]:
     places = {place: leaf for place, leaf in inputs.per_sample.items() if leaf.is_floating_point()}
     if not places or not inputs.samples:
         return
-    other = torch.randperm(inputs.samples, generator=generator)
+    order = torch.randperm(inputs.samples, generator=generator)
     amount = torch.rand(inputs.samples, generator=generator)
 
-    def mixed(x: Tensor, other: Tensor, t: Tensor, spread: Tensor) -> Tensor:
-        return other + (1.6 * t - 0.3) * (x - other)
+    def changed(x: Tensor) -> Iterator[Tensor]:
+        other, t = x[order.to(x.device)], amount.to(x).reshape(-1, *[1] * (x.ndim - 1))
+        spread = x.std(0, correction=0) if x.ndim == 2 else x.std(correction=0)
+        yield other + (1.6 * t - 0.3) * (x - other)
+        yield x + 2 * t * spread * torch.randn(x.shape, generator=generator).to(x)
+        yield x.mean(0) + (4 * t - 1) * (x - x.mean(0))
+        yield torch.where(torch.rand(x.shape, generator=generator).to(x) < 0.6 * t, other, x)
 
-    def noisy(x: Tensor, other: Tensor, t: Tensor, spread: Tensor) -> Tensor:
-        return x + 2 * t * spread * torch.randn(x.shape, generator=generator).to(x)
-
-    def stretched(x: Tensor, other: Tensor, t: Tensor, spread: Tensor) -> Tensor:
-        return x.mean(0) + (4 * t - 1) * (x - x.mean(0))
-
-    def exchanged(x: Tensor, other: Tensor, t: Tensor, spread: Tensor) -> Tensor:
-        return torch.where(torch.rand(x.shape, generator=generator).to(x) < 0.6 * t, other, x)
-
-    for change in (mixed, noisy, stretched, exchanged):
-        changed = {}
-        for place, x in places.items():
-            t = amount.to(x).reshape(-1, *[1] * (x.ndim - 1))
-            spread = x.std(0, correction=0) if x.ndim == 2 else x.std(correction=0)
-            changed[place] = change(x, x[other.to(x.device)], t, spread)
-        yield inputs.with_leaves(changed)
+    for leaves in zip(*map(changed, places.values()), strict=True):
+        yield inputs.with_leaves(dict(zip(places, leaves, strict=True)))
 
 
 def _check_posterior(posterior: Any) -> None:
