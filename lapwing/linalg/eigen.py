@@ -143,12 +143,11 @@ def condensed(eigenvalues: Tensor) -> tuple[Tensor, Tensor | None]:
     are made on the CPU and do not depend on the order of threads.
     """
     values = eigenvalues.flatten()
-    if len(values) < MANY:
-        return doubled(values), None
-    low, high = values.aminmax()
-    if not 0 <= low <= high < math.inf or high == 0:  # aminmax returns NaN if there is one
-        return doubled(values), None
-    return _condensed(values, high)
+    if len(values) >= MANY:
+        low, high = values.aminmax()
+        if 0 <= low <= high < math.inf and high > 0:  # aminmax returns NaN if there is one
+            return _condensed(values, high)
+    return doubled(values), None
 
 
 def _condensed(values: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
