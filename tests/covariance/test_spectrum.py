@@ -35,23 +35,14 @@ def test_log_determinants_are_those_of_all_eigenvalues(name):
         torch.testing.assert_close(torch.log1p(10.0**exponent * points) @ weights, exact, rtol=6e-8, atol=0)
 
 
-@pytest.mark.parametrize("strange", [-1e-6, torch.nan, torch.inf])
-def test_eigenvalues_without_a_logarithm_stay(strange):
-    eigenvalues = torch.ones(COUNT)
-    eigenvalues[7] = strange
+STRANGE = [torch.ones(COUNT).index_fill(0, torch.tensor(7), value) for value in (-1e-6, torch.nan, torch.inf)]
+
+
+@pytest.mark.parametrize("eigenvalues", [*STRANGE, torch.rand(10, 10), torch.zeros(COUNT)])
+def test_eigenvalues_without_a_logarithm_few_eigenvalues_and_zeros_stay(eigenvalues):
     points, weights = condensed(eigenvalues)
     assert weights is None
-    torch.testing.assert_close(points, eigenvalues.double(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_few_eigenvalues_and_zeros_stay():
-    few = torch.rand(10, 10)
-    points, weights = condensed(few)
-    assert weights is None
-    assert torch.equal(points, few.double().flatten())
-    points, weights = condensed(torch.zeros(COUNT))
-    assert weights is None
-    assert not points.any()
+    torch.testing.assert_close(points, eigenvalues.double().flatten(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", [lw.Diagonal(), lw.KFAC()])
