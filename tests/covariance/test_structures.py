@@ -382,7 +382,7 @@ class TestDense(PrecisionConformance):
         return DenseCovariance(problem.blocks, self.curvature(problem), precision, scale)
 
 
-class SubspaceConformance(StructureConformance):
+class TestLowRank(StructureConformance):
     """Directions W that are neither orthonormal nor whitened; the span alone matters."""
 
     residual = False
@@ -421,15 +421,9 @@ class SubspaceConformance(StructureConformance):
         )
 
 
-class TestLowRank(SubspaceConformance):
-    pass
-
-
-class TestLowRankWithResidual(SubspaceConformance, PrecisionConformance):
+class TestLowRankWithResidual(TestLowRank, PrecisionConformance):
     residual = True
     structure = LowRankWithResidual
-
-    oracle = SubspaceConformance.oracle
 
 
 class TestFromRows(PrecisionConformance):
