@@ -33,14 +33,6 @@ from tests.conformance import Setup, close, psd, sampled_from, setup
 from tests.zoo import Case
 from tests.zoo_modules import SpatialMean
 
-GROUPED = Case(
-    "grouped",
-    lambda: _grouped(),
-    lambda b, s: random(b, 4, 3, 3, seed=s),
-    2,
-    False,
-    "a small convolution in two groups",
-)
 NETWORKS = ("mlp", "mlp_scalar", "grouped", "embedding_bag_of_tokens", "shared_module")
 on_two_kinds_of_block = pytest.mark.parametrize("problem", ["grouped", "embedding_bag_of_tokens"], indirect=True)
 """Blocks with groups and with one-hot inputs, for properties of Σ that only depend on the shapes of blocks."""
@@ -52,11 +44,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
 
 
-def _grouped() -> nn.Module:
+def grouped() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = [nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(), SpatialMean(), nn.Linear(4, 2)]
         return nn.Sequential(*layers).double().eval()
+
+
+GROUPED = Case("grouped", grouped, lambda b, s: random(b, 4, 3, 3, seed=s), 2, False, "a convolution in two groups")
 
 
 @cache
