@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
 from lapwing.tuning.scale_factor import LEAST_FACTOR, _as_new, scale_factor
-from tests.conformance import close
+from tests.conformance import close, cut
 from tests.input_noise import with_input_noise
 from tests.quick import others_slow
 from tests.trained import train
@@ -22,37 +22,29 @@ from tests.trained import train
 WAYS = [lw.Linearized(), lw.Streamlined(), lw.Streamlined(covariance="full"), lw.MonteCarlo(20)]
 
 
-def network(outputs, dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs)).to(dtype).eval()
+def network(outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs)).double().eval()
 
 
 @cache
-def regression(outputs=1, dtype=torch.float64, samples=40):
-    """A trained network, training and held-out batches; the held-out targets are noisier."""
-    model = network(outputs, dtype)
-    x = torch.randn(2 * samples, 3, dtype=dtype)
-    y = torch.sin(x.sum(1, keepdim=True) + torch.arange(outputs, dtype=dtype))
-    y = y + torch.cat([torch.full((samples, 1), 0.1), torch.full((samples, 1), 0.6)]).to(dtype) * torch.randn_like(y)
-    train(model, lambda: mse_loss(model(x[:samples]), y[:samples]))
-    return model, cut(x[:samples], y[:samples]), cut(x[samples:], y[samples:])
+def regression(outputs=1):
+    """A trained network, training and held-out batches of unequal size; the held-out targets are noisier."""
+    model, x = network(outputs), torch.randn(80, 3, dtype=torch.float64)
+    y = torch.sin(x.sum(1, keepdim=True) + torch.arange(outputs).double())
+    y = y + torch.tensor([0.1, 0.6]).repeat_interleave(40)[:, None] * torch.randn_like(y)
+    train(model, lambda: mse_loss(model(x[:40]), y[:40]))
+    return model, cut(x[:40], y[:40], (15, 25)), cut(x[40:], y[40:], (15, 25))
 
 
 @cache
-def classification(classes=3, samples=40):
+def classification(classes=3):
     """The same for classes; a third of the held-out labels are random."""
-    model = network(classes)
-    x = torch.randn(2 * samples, 3, dtype=torch.float64)
+    model, x = network(classes), torch.randn(80, 3, dtype=torch.float64)
     y = ((x.sum(1) > 0).long() + (x[:, 0] > 1).long()).clamp_max(classes - 1)
-    y[samples::3] = torch.randint(classes, y[samples::3].shape)
-    train(model, lambda: cross_entropy(model(x[:samples]), y[:samples]))
-    return model, cut(x[:samples], y[:samples]), cut(x[samples:], y[samples:])
-
-
-def cut(x, y):
-    """Batches of unequal size."""
-    sizes = [len(x) - 25, 25]
-    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+    y[40::3] = torch.randint(classes, y[40::3].shape)
+    train(model, lambda: cross_entropy(model(x[:40]), y[:40]))
+    return model, cut(x[:40], y[:40], (15, 25)), cut(x[40:], y[40:], (15, 25))
 
 
 def naive(posterior, loader, via, factor, link=None):
@@ -333,11 +325,11 @@ def slopes(f, x):
 
 
 @cache
-def of_slopes(count=30):
+def of_slopes():
     """A posterior of a network of values, and held-out slopes of the function behind them."""
     model, training, _ = regression()
     posterior = lw.fit(model, training, lw.Full(), prior_precision=1.0, likelihood=lw.Gaussian(0.05))
-    x = torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    x = torch.randn(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     return posterior, x, 3 * x.sum(1, keepdim=True).cos().expand(-1, 3)
 
 
