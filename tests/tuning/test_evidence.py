@@ -29,8 +29,8 @@ EXACT = {
 CASES = ("mlp", "deep_linear", "conv1d", "prelu", "tied", "residual_block")
 
 
-def every(table: dict, name: str = "method"):
-    return pytest.mark.parametrize(name, table.values(), ids=table.keys())
+def every(table: dict):
+    return pytest.mark.parametrize("method", table.values(), ids=table.keys())
 
 
 def dense_evidence(
@@ -94,7 +94,7 @@ def test_prior_mean_by_parameter():
 # --- linear-Gaussian models ------------------------------------------------------------------------------------------
 
 
-def closed_form(x: Tensor, y: Tensor, delta: float, noise: float, mean0: float = 0.0) -> float:
+def closed_form(x: Tensor, y: Tensor, delta: float, noise: float, mean0: float) -> float:
     """Log p(y) of Bayesian linear regression, outputs independent."""
     design = torch.cat([x, torch.ones(len(x), 1).double()], 1)
     marginal = MultivariateNormal(design.sum(1) * mean0, design @ design.T / delta + noise * torch.eye(len(x)).double())
@@ -118,10 +118,9 @@ def test_linear_regression_is_conjugate(method, delta, noise, mean0):
     loader = cut(x, y, (5, 4, 3))
     fitted = lw.fit(model, loader, method, likelihood=lw.Gaussian(noise), prior_precision=delta, prior_mean=mean0)
     close(fitted.covariance.to_dense(), torch.block_diag(sigma, sigma), 1e-8)
-    assert fitted.log_marginal_likelihood() == pytest.approx(closed_form(x, y, delta, noise, mean0), rel=1e-9)
-    assert fitted.log_marginal_likelihood(linearised_mode=True, loader=loader) == pytest.approx(
-        closed_form(x, y, delta, noise, mean0), rel=1e-9
-    )
+    wanted = pytest.approx(closed_form(x, y, delta, noise, mean0), rel=1e-9)
+    assert fitted.log_marginal_likelihood() == wanted
+    assert fitted.log_marginal_likelihood(linearised_mode=True, loader=loader) == wanted
     new = torch.randn(4, 3, dtype=torch.float64)
     design = torch.cat([new, torch.ones(4, 1).double()], 1)
     prediction = fitted.predict(new)
