@@ -177,17 +177,17 @@ def spread_costs(
     more than `Likelihood.most_raised`. Rows are arguments of `DataSummary.add`, for each record.
     """
     totals, rise = torch.zeros(2, len(posteriors), dtype=torch.float64)
-    count, mean, certain, every, least = 0.0, None, torch.empty(0), torch.empty(0), 0.0
+    count = least = 0.0
     rows: list[dict[str, Tensor | None]] = []
     before: Any = None  # what `raised` returns without a spread
     latents = candidate_latents(posteriors[:1], lambda _: list(posteriors), loader)
     for (_, i), posterior, latent, labels, weights in latents:
         likelihood = posterior.likelihood
-        if latent.mean is not mean:  # a new record
-            mean, counted = latent.mean, likelihood.labelled(labels)
-            rows.append({"outputs": mean, "targets": labels, "weights": weights, "counted": counted})
+        if i == 0:  # a new record
+            counted = likelihood.labelled(labels)
+            rows.append({"outputs": latent.mean, "targets": labels, "weights": weights, "counted": counted})
             share = likelihood.known_share(labels, counted)
-            plain = likelihood.predict(without_spread(mean), likelihood.tuning_link)
+            plain = likelihood.predict(without_spread(latent.mean), likelihood.tuning_link)
             certain, before = plain.log_prob(labels), likelihood.raised(plain)
             every = torch.ones_like(certain) if weights is None else weights.to(certain)
             counting = every if share is None else every * share.to(every)
