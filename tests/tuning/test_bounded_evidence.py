@@ -25,6 +25,7 @@ from lapwing.tuning.refit import error_of_copy, fresh_copy
 from lapwing.tuning.regression_width import width_by_inputs, with_left_out_width
 from lapwing.tuning.search import crossing
 from lapwing.tuning.training_kernel import process_of, table_of
+from tests.oracle import jacobian
 from tests.quick import others_slow
 from tests.refilling import Refilling
 from tests.trained import made_once, train
@@ -714,12 +715,10 @@ def test_one_sample_and_constant_targets(y):
 
 def process(model, loader, pairs, mean):
     """The Gaussian process of the linearised network: J (M, P), y - f + J(θ̂ - μ0) (M,), and outputs (M, C) as 0, 1."""
-    parameters = {name: value.detach() for name, value in model.named_parameters()}
     inputs, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
-    slopes = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (inputs,)))(parameters)
     samples, outputs = torch.tensor(pairs).T
-    rows = torch.cat([slope.flatten(2) for slope in slopes.values()], 2)[samples, outputs]
-    weights = torch.cat([part.flatten() - mean for part in parameters.values()])
+    rows = jacobian(model, inputs)[samples, outputs]
+    weights = torch.cat([part.detach().flatten() - mean for part in model.parameters()])
     labels = (targets - model(inputs).detach())[samples, outputs] + rows @ weights
     return rows, labels, (outputs[:, None] == outputs.unique()).double()
 
