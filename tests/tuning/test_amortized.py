@@ -225,23 +225,16 @@ def test_the_same_way_for_the_same_data_and_torchs_generator_stays() -> None:
     assert again.agreement == way.agreement
 
 
-def of(outputs: int) -> lw.Posterior[Any]:
-    model = nn.Linear(4, outputs).eval()
-    return lw.fit(model, (inputs(30, 1), torch.arange(30) % outputs), prior_precision=1.0)
+def of(model: nn.Module, y: Tensor) -> lw.Posterior[Any]:
+    return lw.fit(model.eval(), (inputs(30, 1), y), prior_precision=1.0)
 
 
-LABELS = torch.arange(60).reshape(30, 2) % 3
-
-
-def at_positions() -> lw.Posterior[Any]:
-    """A posterior of three logits at two positions."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3))).eval()
-    return lw.fit(model, (inputs(30, 1), LABELS), prior_precision=1.0)
+LABELS, AT_POSITIONS = torch.arange(60).reshape(30, 2) % 3, nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)))
 
 
 def changed() -> lw.Posterior[Any]:
     """A posterior whose network was trained further."""
-    posterior = lw.fit(nn.Linear(4, 1).eval(), (inputs(30, 1), inputs(30, 2)[:, :1]), prior_precision=1.0)
+    posterior = of(nn.Linear(4, 1), inputs(30, 2)[:, :1])
     with torch.no_grad():
         posterior.model.weight.mul_(2)
     return posterior
@@ -257,8 +250,8 @@ REFUSED = [
     (lambda posterior, way: posterior.latent(lw.Uncertain(inputs(5, 1), 0.1), way), "ncertain"),
     (lambda posterior, way: lw.amortize(posterior, (inputs(50, 1), inputs(50, 2)[:, :1])), "from 50 inputs"),
     (lambda posterior, way: lw.amortize(posterior.model, (inputs(50, 1),)), "takes a posterior first"),
-    (lambda posterior, way: lw.amortize(of(30), (inputs(30, 1), torch.arange(30))), "are 30 for each"),
-    (lambda posterior, way: lw.amortize(at_positions(), (inputs(30, 1), LABELS)), "have positions"),
+    (lambda posterior, way: lw.amortize(of(nn.Linear(4, 30), torch.arange(30)), inputs(30, 1)), "are 30 for each"),
+    (lambda posterior, way: lw.amortize(of(AT_POSITIONS, LABELS), (inputs(30, 1), LABELS)), "have positions"),
     (lambda posterior, way: lw.amortize(changed(), (inputs(99, 1), inputs(99, 2))), "after the fit"),
 ]
 """Calls of a posterior and its way."""
