@@ -250,13 +250,6 @@ def test_held_out_targets_that_are_met_up_to_rounding(noise):
         assert 1e-13 < prediction.variance.mean() / y[20:].square().mean() < 1e-10
 
 
-def check_way(plain, warm, x, via):
-    cold, tempered = plain.latent(x, via=via), warm.predict(x, via=via)
-    torch.testing.assert_close(tempered.latent.mean, cold.mean / warm.logit_temperature)
-    torch.testing.assert_close(tempered.latent.covariance, cold.covariance)
-    assert tempered.confidence.mean() < plain.predict(x, via=via).confidence.mean() - 0.05
-
-
 def test_predictions_and_files_follow_the_temperature(reloaded):
     """Linearised, joint and drawn predictions and files; not the network alone in a comparison."""
     model, loader, held_out = too_sure()
@@ -266,9 +259,11 @@ def test_predictions_and_files_follow_the_temperature(reloaded):
     x, _ = held_out[0]
     assert warm.logit_temperature > 1.5
     assert warm.prior_precision == 5.0
-    check_way(plain, warm, x, lw.Linearized())
-    check_way(plain, warm, x, lw.MonteCarlo(200))
-    check_way(plain, warm, x, lw.Streamlined())
+    for via in (lw.Linearized(), lw.MonteCarlo(200), lw.Streamlined()):
+        cold, tempered = plain.latent(x, via=via), warm.predict(x, via=via)
+        torch.testing.assert_close(tempered.latent.mean, cold.mean / warm.logit_temperature)
+        torch.testing.assert_close(tempered.latent.covariance, cold.covariance)
+        assert tempered.confidence.mean() < plain.predict(x, via=via).confidence.mean() - 0.05
     torch.testing.assert_close(lw.deploy(warm, x)(x), warm.predict(x, via=lw.Streamlined()).probs)
     joint = warm.likelihood.predict(warm.latent(x, joint=True))
     torch.testing.assert_close(joint.probs, warm.predict(x).probs)
