@@ -75,7 +75,6 @@ class Blockwise(PriorCovariance):
         return torch.stack(terms).sum()
 
     def has_rounding_noise(self) -> bool:
-        """Whether the rounding error of some eigenvalue λ of a block exceeds `λ + δ/s`."""
         values, least = [s.eigenvalues for s in self.structures.values()], min(self._delta.values()) / self.scale
         if torch.finfo(values[0].dtype).eps * float(get_total_norm(values, inf)) <= least:  # all blocks at once
             return False

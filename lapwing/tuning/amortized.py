@@ -98,7 +98,6 @@ class VarianceHead(nn.Module):
         return ((self.standardised(rows) - self.mean) @ self.whitening).square().sum(1)
 
     def beyond(self, rows: Tensor) -> Tensor:
-        """Returns whether rows are beyond the guard, (B,)."""
         return self.distance(rows) > self.limit
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,6 @@ class BoundedEvidence(Tuning):
 
     @outside_modes
     def tune(self, posterior: Posterior, training: Training = Training()) -> Posterior:  # noqa: B008 (frozen)
-        """Returns the posterior at the evidence's prior precision within the bound, or at the width of a regression."""
         if not posterior.noise_fixed:
             residual = posterior.likelihood.residual_variance(posterior.statistics)
             assert residual is not None  # of the σ² that is open
@@ -167,7 +166,6 @@ class BoundedEvidence(Tuning):
 
 
 def _warn_of_certainty(posterior: Posterior) -> None:
-    """Warns if the NLL of training labels is small."""
     likelihood, model = posterior.likelihood, posterior.tangent.model
     labels = likelihood.classifies(posterior.tangent.outputs) or likelihood.activation is not None
     rows = float(posterior.statistics["weight"]) or 1.0

@@ -271,7 +271,6 @@ def _warn_of_edge(best: Posterior, exponents: Sequence[float], row: Sequence[flo
 
 
 def _warn_of_no_spread(best: Posterior) -> None:
-    """Warns that the posterior of a classifier is the network alone, and says how to get one with spread."""
     log.warning(
         "Validation of %s chose a prior precision that leaves no uncertainty of the weights: the mutual information is "
         "rounding noise, and only the confidence of the network ranks out-of-distribution inputs. For a map of what "
