@@ -20,9 +20,9 @@ import lapwing as lw
 from ..data.inputs import Inputs
 from ..errors import LapwingError, extra, shown
 from ..linalg import doubled
+from ..network.stamp import PreservedState
 from ..prediction.quantities import Quantity
 from ..tangent import Tangent
-from ._modes import eval_mode
 
 __all__ = [
     "NextTokens", "TokenScores", "fit_trainer", "lora_cores", "preferences", "reward_difference", "rewards",
@@ -67,7 +67,8 @@ def fit_trainer(
 
     if validation is not None:
         options["validation"] = loader(validation)
-    with eval_mode(model):
+    with PreservedState(model):
+        model.eval()
         return lw.fit(model, loader(trainer.train_dataset), method, **options)
 
 

@@ -9,7 +9,7 @@ import lapwing as lw
 
 from ..data.inputs import Samples
 from ..errors import LapwingError, extra
-from ._modes import eval_mode
+from ..network.stamp import PreservedState
 
 __all__ = ["LaplaceCallback"]
 
@@ -88,7 +88,8 @@ class LaplaceCallback(_Callback):
         model, options = self._treated(pl_module), dict(self.options)
         if self.validation:
             options["validation"] = self._picked(trainer.val_dataloaders)
-        with eval_mode(model):
+        with PreservedState(model):
+            model.eval()
             self.posterior = lw.fit(model, self._picked(trainer.train_dataloader), self.method, **options)
             checkpoints = trainer.checkpoint_callback
             if self.filename is not None and checkpoints is not None and checkpoints.dirpath is not None:
