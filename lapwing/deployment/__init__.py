@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from ..fitting.novelty import doubt, doubt_of
 from ..likelihoods import BernoulliPrediction, ClassPrediction, Likelihood, Link, Quadrature
 from ..likelihoods.classwise import CLASSES
 from ..network.entry import outside_modes
-from ..options import check_argument, instance_of
+from ..options import POSITIVE_OF_EACH, check_argument, instance_of
 from ..posterior import Posterior
 from ..prediction import Linearized, Scaled, Way, default_way
 from ..prediction.streamlined import Streamlined
@@ -172,7 +173,7 @@ def _exported_way(via: Way) -> tuple[Streamlined | Amortized, Factor, bool]:
     factor: Factor = 1.0
     inner = via
     while isinstance(inner, Scaled):
-        factor, inner = _product(factor, inner.factor), inner.via
+        factor, inner = POSITIVE_OF_EACH.convert(np.multiply(factor, inner.factor)), inner.via
     if isinstance(inner, Linearized) and inner == Linearized():
         return Streamlined(), factor, True  # equal if only the last layer is treated
     if isinstance(inner, Amortized) or (isinstance(inner, Streamlined) and inner.covariance == "diagonal"):
@@ -182,14 +183,6 @@ def _exported_way(via: Way) -> tuple[Streamlined | Amortized, Factor, bool]:
         "via=lw.amortize(posterior, loader); via=lw.Linearized() if only the last layer is treated; or lw.Scaled(...) "
         "of one of them."
     )
-
-
-def _product(first: Factor, second: Factor) -> Factor:
-    """Returns the factor of a way that is scaled twice."""
-    if not isinstance(first, tuple):
-        return tuple(first * one for one in second) if isinstance(second, tuple) else first * second
-    others = second if isinstance(second, tuple) else (second,) * len(first)
-    return tuple(one * other for one, other in zip(first, others, strict=True))
 
 
 def _named(x: Any) -> tuple[tuple[str, ...], bool]:
