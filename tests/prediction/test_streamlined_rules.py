@@ -89,6 +89,7 @@ OPERATIONS = {
     "linear": (lambda: nn.Linear(5, 3), (4, 5)),
     "weights times input": (lambda: Function(lambda x: torch.arange(12.0, dtype=F64).reshape(3, 4) @ x), (4, 2)),
     "einsum": (lambda: Function(lambda x: torch.einsum("btd,de->bet", x, RAMP)), (2, 4)),
+    "einsum of one": (lambda: Function(lambda x: torch.einsum("b...tt->b...", x)), (2, 3, 3)),
     "conv 1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 9)),
     "conv 2d": (lambda: nn.Conv2d(2, 3, (3, 2), stride=2, padding=(1, 0), dilation=2), (2, 8, 7)),
     "conv same": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (2, 5, 5)),

@@ -68,8 +68,6 @@ def linearised(
     totals: list[Any] | None = None
     for name in step.uncertain:
         x = values[name]
-        if not isinstance(x, Moments):
-            raise site.refusal("it has no moment rule, and reads several uncertain tensors at once")
 
         def outputs(x: Tensor, name: str = name) -> tuple[Tensor, ...]:
             value = evaluate(step, {**means, name: x}, dtype)

@@ -130,12 +130,9 @@ def _baddbmm(site: Site, arguments: dict[str, Any]) -> Moments:
 
 
 def _einsum(site: Site, arguments: dict[str, Any]) -> Moments:
-    """Returns the moments of `einsum(equation, x, y)`."""
+    """Returns the moments of `einsum(equation, x, y)`, or of `einsum(equation, x)`, which moves and sums entries."""
     operands, equation = arguments["tensors"], arguments["equation"]
     if len(operands) == 1:
-        letters = equation.partition("->")[0]
-        if "..." in equation or len(set(letters)) != len(letters):
-            raise site.refusal(f"{equation!r} has dots, or a letter twice", "Write distinct letters.")
         return Moments(torch.einsum(equation, operands[0].mean), torch.einsum(equation, operands[0].variance))
     if len(operands) != 2:
         raise site.refusal(f"it has {len(operands)} tensors", "Write products of two tensors.")

@@ -179,8 +179,6 @@ def linear_label(node: fx.Node, labels: Mapping[str, Any]) -> Any:
 def embedded(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the means and variances of rows. The padding token has variance 0, as torch gives it no gradient."""
     table, tokens, padding = arguments["weight"], arguments["indices"], arguments["padding_idx"]
-    if not isinstance(table, Moments) or isinstance(tokens, Moments):
-        raise site.refusal("its tokens are uncertain", "Pass certain tokens.")
     mean, variance = (torch.embedding(part, tokens) for part in (table.mean, table.variance))
     if padding is not None and padding >= 0:
         variance = variance * (tokens != padding)[..., None]
