@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from .head import latent_of, moments_of, read_head, squares_of_weights
 Observe = Callable[[Latent, Tensor | None], tuple[Tensor, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Results:
     """What a deployed network returns: `observe` maps a latent with its first `kinds` of moments to tensors.
 
@@ -103,7 +103,7 @@ def _with_distinct_lengths(inputs: Inputs) -> Inputs:
 
 def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Streamlined, inputs: Inputs) -> Program:
     program = build(tangent, covariance, graph, via, inputs, decompose=squares_of_weights)
-    program.graph = dataclasses.replace(graph, tensors=_copies(graph))
+    program.graph = _copied(graph)
     for step in program.schedule.steps:
         node, fused = step.node, step.fused
         place = f"{name_of(node)} in {where(node)} of {graph.network}"
@@ -131,8 +131,8 @@ def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Stream
     return program
 
 
-def _copies(graph: Graph) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in graph.tensors.items()}
+def _copied(graph: Graph) -> Graph:
+    return replace(graph, tensors={name: value.detach().clone() for name, value in graph.tensors.items()})
 
 
 def _compare(run: Run, module: fx.GraphModule, inputs: Inputs, tangent: Tangent) -> None:
@@ -200,7 +200,7 @@ class AmortizedRun(Run):
     """The network's calls, and the head of an amortised way. Beyond the guard variances are the largest of the fit."""
 
     def __init__(self, way: Amortized, graph: Graph, inputs: Inputs, wanted: Results, tangent: Tangent) -> None:
-        graph = dataclasses.replace(graph, tensors=_copies(graph))
+        graph = _copied(graph)
         values = graph.run(inputs)
         super().__init__(graph, values, inputs, wanted, tangent)
         self.head, self.inputs = way.head, inputs
