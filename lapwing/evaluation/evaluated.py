@@ -378,5 +378,4 @@ def _temperature(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> fl
 
 
 def _noise(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> float:
-    """Returns the mean squared residual."""
     return float(likelihood.residual_variance(likelihood.statistics(outputs, targets)) or 0.0)

@@ -239,7 +239,6 @@ def sensitivity_bars(values: Any, features: list[str], ax: Axes | None = None) -
 
 
 def _axes(ax: Axes | None) -> Axes:
-    """Returns the Axes, or the Axes of a new figure."""
     return extra("matplotlib.pyplot").subplots(figsize=(5, 4), layout="constrained")[1] if ax is None else ax
 
 

@@ -199,7 +199,6 @@ def _entropy(log_v: Tensor) -> Tensor:
 def _predictor(
     candidate: Any, likelihood: str | Likelihood | None, via: Way, targets: Tensor | None, forward: Forward | None
 ) -> Callable[[Any], Prediction]:
-    """Returns the function that predicts at uncertain inputs."""
     if isinstance(candidate, Posterior):
         if likelihood is not None or forward is not None:
             raise LapwingError(

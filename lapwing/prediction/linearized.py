@@ -90,7 +90,6 @@ class Linearized(Way):
         return f"Linearized({', '.join(changed)})"
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
-        """Returns the latent Gaussian, with covariances (B, C, B, C) if joint."""
         if tangent.positions.several:
             return self._of_positions(tangent, covariance, inputs)
         if self.draws is not None:
@@ -193,7 +192,6 @@ class ForManyOutputs(Way):
     tuned_as = "Linearized"
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
-        """Returns the latent Gaussian, from draws or exact."""
         if not inputs.spreads:
             latent = latent_of_draws(tangent, covariance, inputs, DEFAULT_DRAWS, 0, joint)
             if latent is not None:
@@ -242,7 +240,6 @@ class Selection(Cotangents):
         return torch.tensor(self.listed, device=means.device).expand(len(means), -1)
 
     def __call__(self, means: Tensor) -> Tensor:
-        """Returns the cotangents."""
         hot = means.new_zeros(*means.shape, self.columns)
         return hot.scatter_(1, self.of(means).unsqueeze(1), 1.0)
 

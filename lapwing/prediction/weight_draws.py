@@ -56,7 +56,6 @@ class MonteCarlo(Way):
     seed: int = option(0, SEED)
 
     def latent(self, tangent: Tangent, covariance: Covariance, inputs: Inputs, joint: bool) -> AnyLatent:
-        """Returns the outputs under each draw."""
         tangent.check(inputs.certain)
         outputs = self._outputs(tangent, covariance, inputs)
         first = next(outputs)
@@ -141,11 +140,10 @@ def draws_at_positions(tangent: Tangent, latent: AnyDraws, inputs: Inputs) -> An
     places = tangent.places_of(inputs)
     if not places.sizes:
         return latent
-    tensors = {f.name: getattr(latent, f.name) for f in fields(latent)}
-    for name, value in tensors.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value.unflatten(-1, (places.count, -1)).flatten(-3, -2)
-    return LatentAtPositions(replace(latent, **tensors), places)
+    values = {f.name: getattr(latent, f.name) for f in fields(latent)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    rows = {name: value.unflatten(-1, (places.count, -1)).flatten(-3, -2) for name, value in tensors.items()}
+    return LatentAtPositions(replace(latent, **rows), places)
 
 
 def _products(tangent: Tangent, draws: Iterable[SomeDraws], inputs: Inputs, count: int) -> tuple[Tensor, Tensor | None]:

@@ -53,7 +53,6 @@ class Fused:
         return all(operation_of(node).slope is not None for node in self.body)
 
     def __call__(self, x: Tensor, values: Mapping[str, Any]) -> Tensor:
-        """Returns y."""
         return self._run(x, values)[self.node.name]
 
     def slope(self, x: Tensor, values: Mapping[str, Any]) -> tuple[Tensor, Slope]:

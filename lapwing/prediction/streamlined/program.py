@@ -210,7 +210,6 @@ class Program:
         return torch.stack(prints) if prints else torch.zeros(0, 3).double()
 
     def step(self, step: Step, values: Mapping[str, Value], samples: int) -> Value:
-        """Returns the value of one step."""
         node = step.node
         if not step.in_moment_dtype:
             return execute(node, values)
