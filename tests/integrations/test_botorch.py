@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,28 +115,6 @@ def test_noise_outputs_and_transforms() -> None:
     assert torch.allclose(mixed.mean[..., 0], plain.mean @ weights)
 
 
-@pytest.mark.parametrize("likelihood", [lw.Gaussian([0.1, 2.0]), lw.Gaussian(noise_ratios=[1, 25])])
-def test_each_output_has_its_own_noise(likelihood: lw.Gaussian) -> None:
-    posterior = fitted(2, likelihood)
-    model, X, x = LaplaceModel(posterior), torch.randn(4, 3, 2).double(), torch.randn(5, 2).double()
-    noisy = model.posterior(X, observation_noise=True)
-    assert torch.allclose(noisy.mean, posterior.predict(X.flatten(0, 1)).mean.view(4, 3, 2))
-    assert torch.allclose(noisy.variance, posterior.predict(X.flatten(0, 1)).variance.view(4, 3, 2))
-
-    y, noise = torch.randn(5, 2).double(), posterior.predict(x).aleatoric_variance
-    assert noise[0, 1] > 10 * noise[0, 0]
-    latent = posterior.latent(torch.cat([x, X[0]]), joint=True)
-    mean, covariance = latent.mean.flatten(), latent.covariance.reshape(16, 16)
-    gain = covariance[10:, :10] @ torch.linalg.inv(covariance[:10, :10] + torch.diag(noise.flatten()))
-    after = model.condition_on_observations(x, y).posterior(X[0])
-    assert torch.allclose(after.mean.flatten(), mean[10:] + gain @ (y.flatten() - mean[:10]))
-    assert torch.allclose(after.distribution.covariance_matrix, covariance[10:, 10:] - gain @ covariance[:10, 10:])
-
-    first, again = (SobolQMCNormalSampler(torch.Size([6]), seed=0) for _ in range(2))
-    fantasies, drawn = model.fantasize(X, first).posterior(X), again(noisy)
-    assert torch.allclose(fantasies.mean, model.condition_on_observations(X, drawn).posterior(X).mean)
-
-
 def noisy(outputs: int = 1) -> lw.Posterior:
     """A posterior whose noise grows with the first input, and has tails."""
     torch.manual_seed(0)
@@ -147,27 +126,43 @@ def noisy(outputs: int = 1) -> lw.Posterior:
     return lw.fit(network, (x, y), lw.KFAC(), likelihood=likelihood, tune=lw.BoundedEvidence())
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_noise_that_depends_on_the_input(outputs: int) -> None:
-    posterior = noisy(outputs)
-    model, X = LaplaceModel(posterior), torch.randn(4, 3, 2).double()
-    plain, noisy_ = model.posterior(X), model.posterior(X, observation_noise=True)
-    prediction = posterior.predict(X.flatten(0, 1))
-    noise = prediction.aleatoric_variance.view(4, 3, outputs)
-    assert noise.amax() > 5 * noise.amin()
-    assert torch.allclose(noisy_.variance, prediction.variance.view(4, 3, outputs))
-    assert torch.allclose(noisy_.variance - plain.variance, noise)
+NOISES: dict[str, Callable[[], lw.Posterior]] = {
+    "of each output": lambda: fitted(2, lw.Gaussian([0.1, 2.0])),
+    "in ratios": lambda: fitted(2, lw.Gaussian(noise_ratios=[1, 25])),
+    "of each input": noisy,
+    "of each input and output": lambda: noisy(2),
+}
 
-    Y = torch.randn(4, 3, outputs).double()
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_each_output_and_input_has_its_own_noise(kind: str) -> None:
+    posterior = NOISES[kind]()
+    model, X = LaplaceModel(posterior), torch.randn(4, 3, 2).double()
+    plain, with_noise = model.posterior(X), model.posterior(X, observation_noise=True)
+    prediction = posterior.predict(X.flatten(0, 1))
+    noise = prediction.aleatoric_variance.view_as(plain.mean)
+    assert noise.amax() > 5 * noise.amin()
+    assert torch.allclose(with_noise.mean, prediction.mean.view_as(noise))
+    assert torch.allclose(with_noise.variance, prediction.variance.view_as(noise))
+    assert torch.allclose(with_noise.variance - plain.variance, noise)
+
+    x, y = torch.randn(5, 2).double(), torch.randn(5, model.num_outputs).double()
+    of_x, latent = posterior.predict(x).aleatoric_variance.flatten(), posterior.latent(torch.cat([x, X[0]]), joint=True)
+    n, mean, covariance = len(of_x), latent.mean.flatten(), latent.covariance.flatten(2).flatten(0, 1)
+    gain = covariance[n:, :n] @ torch.linalg.inv(covariance[:n, :n] + torch.diag(of_x))
+    after = model.condition_on_observations(x, y).posterior(X[0])
+    assert torch.allclose(after.mean.flatten(), mean[n:] + gain @ (y.flatten() - mean[:n]))
+    assert torch.allclose(after.distribution.covariance_matrix, covariance[n:, n:] - gain @ covariance[:n, n:])
+
+    Y = torch.randn(4, 3, model.num_outputs).double()
     seen, wanted = (model.condition_on_observations(X, Y, each).posterior(X + 0.1) for each in (None, noise))
     assert torch.allclose(seen.mean, wanted.mean)
     assert torch.allclose(seen.variance, wanted.variance)
     one_by_one = model.condition_on_observations(X[:, :1], Y[:, :1]).condition_on_observations(X[:, 1:], Y[:, 1:])
     assert torch.allclose(one_by_one.posterior(X + 0.1).mean, wanted.mean)
-    fantasy = model.fantasize(X, SobolQMCNormalSampler(torch.Size([5]), seed=0))
-    drawn = SobolQMCNormalSampler(torch.Size([5]), seed=0)(noisy_)
-    wanted = model.condition_on_observations(X, drawn, noise).posterior(X)
-    assert torch.allclose(fantasy.posterior(X).mean, wanted.mean)
+    first, again = (SobolQMCNormalSampler(torch.Size([5]), seed=0) for _ in range(2))
+    fantasies, wanted = model.fantasize(X, first), model.condition_on_observations(X, again(with_noise), noise)
+    assert torch.allclose(fantasies.posterior(X).mean, wanted.posterior(X).mean)
 
     def moments(X: Tensor) -> Tensor:
         return model.posterior(X, observation_noise=True).variance
@@ -211,15 +206,9 @@ def test_what_is_refused() -> None:
     model = LaplaceModel(classifier)
     assert model.posterior(torch.randn(4, 1, 2)).mean.shape == (4, 1, 3)
     refused(lambda: model.posterior(torch.randn(4, 1, 2), observation_noise=True), "no noise variance")
-    with pytest.raises(lw.LapwingError, match="HeteroscedasticGaussian"):
-        LaplaceModel(
-            lw.fit(
-                nn.Linear(2, 2).eval(),
-                [(torch.randn(9, 2), torch.randn(9, 1))],
-                likelihood=lw.HeteroscedasticGaussian(),
-                prior_precision=1.0,
-            )
-        )
+    options = {"likelihood": lw.HeteroscedasticGaussian(), "prior_precision": 1.0}
+    other = lw.fit(nn.Linear(2, 2).eval(), [(torch.randn(9, 2), torch.randn(9, 1))], **options)
+    refused(lambda: LaplaceModel(other), "HeteroscedasticGaussian")
     real = LaplaceModel(fitted())
     for y in (torch.randn(4).double(), torch.randn(4, 2).double(), torch.randn(3, 1).double()):
         refused(lambda y=y: real.condition_on_observations(torch.randn(4, 2).double(), y), "write y[:, None]")
