@@ -50,14 +50,18 @@ def gradient(value: Tensor, model: nn.Module) -> Tensor:
     return torch.cat([part.flatten() for part in torch.autograd.grad(value, weights, retain_graph=True)])
 
 
+def curvature(logits: Tensor, model: nn.Module) -> Tensor:
+    """`Jᵀ (diag(p) - p pᵀ) J` of the logits (C,) of one sample."""
+    jacobian, p = torch.stack([gradient(logit, model) for logit in logits]), logits.detach().softmax(0)
+    return jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+
+
 def test_scores_are_those_of_dense_algebra(language) -> None:
     posterior, texts = language
     model = posterior.model
     precision = 2.0 * torch.eye(posterior.tangent.size, dtype=torch.float64)
     for text in texts:
-        logits = last_logits(model, {"input_ids": text[None, :-1]})[0]
-        jacobian, p = torch.stack([gradient(logit, model) for logit in logits]), logits.detach().softmax(0)
-        precision += jacobian.T @ (p.diag() - torch.outer(p, p)) @ jacobian
+        precision += curvature(last_logits(model, {"input_ids": text[None, :-1]})[0], model)
     ids = torch.randint(7, (3, 6))
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[:, :3], labels[1, 5], mask[0, 0] = -100, -100, 0
@@ -179,27 +183,26 @@ class Network(nn.Module):
 
     def forward(self, values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(self.drop(values))
-        return (
-            {"logits": logits}
-            if labels is None
-            else {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-        )
+        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
 
 
 def rows(count: int) -> list[dict[str, Tensor]]:
     return [{"values": torch.randn(4), "labels": torch.tensor(i % 3)} for i in range(count)]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_fit_trainer_is_lw_fit_on_the_training_data(tmp_path: Path) -> None:
+def trainer_of(model: nn.Module, train: list[dict[str, Tensor]], folder: Path, **options: Any) -> Any:
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
+    arguments = TrainingArguments(str(folder), report_to="none", use_cpu=True, disable_tqdm=True, **options)
+    return Trainer(model, arguments, train_dataset=train)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fit_trainer_is_lw_fit_on_the_training_data(tmp_path: Path) -> None:
     model, train, held_out = Network(), rows(21), rows(12)
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=8
-    )
-    trainer = Trainer(model, arguments, train_dataset=train)
+    trainer = trainer_of(model, train, tmp_path, max_steps=2, per_device_eval_batch_size=8)
     trainer.train()
     assert model.drop.training
     model.head.eval()
@@ -233,22 +236,17 @@ def test_adapters_over_a_base_in_eight_bits() -> None:
     import bitsandbytes
     from peft import LoraConfig, get_peft_model
 
-    base, source = (
-        nn.Sequential(bitsandbytes.nn.Linear8bitLt(16, 16, has_fp16_weights=False), nn.Linear(16, 3)),
-        nn.Linear(16, 16),
-    )
-    base[0].load_state_dict(source.state_dict())
+    base = nn.Sequential(bitsandbytes.nn.Linear8bitLt(16, 16, has_fp16_weights=False), nn.Linear(16, 3))
+    base[0].load_state_dict(nn.Linear(16, 16).state_dict())
     model = get_peft_model(base.to("cpu"), LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)).eval()
     x, y = torch.randn(12, 16), torch.arange(12) % 3
     posterior = lw.fit(model, [(x, y)], lw.Full(), prior_precision=1.0)
     assert base[0].base_layer.weight.dtype == torch.int8
     assert posterior.tangent.size == 64
-    precision, jacobians = torch.eye(64), []
-    for logits in model(x):
-        jacobians.append(torch.stack([gradient(logit, model) for logit in logits]))
-        p = logits.detach().softmax(0)
-        precision += jacobians[-1].T @ (p.diag() - torch.outer(p, p)) @ jacobians[-1]
-    covariance = torch.stack([jacobian @ torch.linalg.inv(precision) @ jacobian.T for jacobian in jacobians])
+    outputs = model(x)
+    precision = torch.eye(64) + sum(curvature(logits, model) for logits in outputs)
+    jacobian = torch.stack([torch.stack([gradient(logit, model) for logit in logits]) for logits in outputs])
+    covariance = jacobian @ torch.linalg.inv(precision) @ jacobian.mT
     assert torch.allclose(posterior.latent(x).covariance, covariance, rtol=1e-3, atol=1e-4)
 
 
@@ -301,16 +299,12 @@ def test_adapters_are_the_default_where_the_head_is_frozen() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_causal_language_model_is_fitted_at_every_token(tmp_path: Path) -> None:
     """In float64 against dense algebra: each token that another one follows is a sample of the last layer."""
-    pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
-
     config = GPT2Config(**{**CONFIG.to_dict(), "tie_word_embeddings": False})
     model, texts = GPT2LMHeadModel(config).double(), torch.randint(7, (5, 6))
     labels = texts.clone()
     labels[2, 3:] = -100
     rows = [{"input_ids": text, "labels": label} for text, label in zip(texts, labels, strict=True)]
-    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, per_device_eval_batch_size=3)
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer = trainer_of(model, rows, tmp_path, per_device_eval_batch_size=3)
     posterior = fit_trainer(trainer, lw.Full(), params=lw.last_layer, prior_precision=2.0)
     model.eval()
     with torch.no_grad():
