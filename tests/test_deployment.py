@@ -23,7 +23,7 @@ from lapwing.tuning.scale_factor import _as_new
 from papers.common.networks import MnistCNN, ResNet20
 from tests.full_disk import full_disk
 from tests.input_noise import with_input_noise
-from tests.prediction.test_streamlined_networks import bert
+from tests.prediction.test_streamlined_networks import bert, tokens
 from tests.quick import others_slow
 from tests.refused import refused
 from tests.zoo import ZOO
@@ -37,10 +37,7 @@ def real(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Ten
 
 
 def texts(samples: int, length: int = 6) -> dict[str, Tensor]:
-    ids = torch.randint(1, 17, (samples, length), generator=torch.Generator().manual_seed(samples))
-    mask = torch.ones_like(ids)
-    mask[1:, length - 2 :] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    return tokens(samples, length, seed=samples)
 
 
 class Encoder(nn.Module):
@@ -76,9 +73,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "bert": (lambda: bert().float(), texts),
     "gpt2": (lambda: ZOO["gpt2"].build().float(), texts),
 }
-QUICK = ("mlp", "mnist_cnn")
-ALL = others_slow([name for name in NETWORKS if not name.startswith("one")], QUICK)
-FEW = others_slow([name for name in NETWORKS if not name.startswith("one")], ["mlp"])
+CLASSIFIERS = [name for name in NETWORKS if not name.startswith("one")]
 
 
 @cache
@@ -124,20 +119,26 @@ def assert_same(
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp_min(1e-3)
 
 
-def onnx_outputs(path: Path, x: Any) -> list[Any]:
+def in_onnx(predictor: Predictor, folder: Path, example: Any) -> Callable[[Any], list[Any]]:
+    """Writes the network as a file, and returns the function that runs the file."""
+    pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options)
-    given = x if isinstance(x, dict) else {"x": x}
-    return session.run(None, {key: value.numpy() for key, value in given.items()})
+    session = onnxruntime.InferenceSession(predictor.to_onnx(folder / "network.onnx", example), options)
+
+    def run(x: Any) -> list[Any]:
+        given = x if isinstance(x, dict) else {"x": x}
+        return session.run(None, {key: value.numpy() for key, value in given.items()})
+
+    return run
 
 
 # ---- the same numbers
 
 
 @pytest.mark.parametrize("outputs", ["latent", pytest.param("prediction", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", others_slow(CLASSIFIERS, ("mlp", "mnist_cnn")))
 def test_eager(name: str, outputs: str) -> None:
     posterior, predictor = deployed(name, outputs)
     make, inputs = NETWORKS[name]
@@ -148,7 +149,7 @@ def test_eager(name: str, outputs: str) -> None:
     assert all(torch.equal(fresh[key], value) for key, value in posterior.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", others_slow(CLASSIFIERS, ["mlp"]))
 def test_exported(name: str) -> None:
     posterior, predictor = deployed(name, "latent")
     inputs = NETWORKS[name][1]
@@ -170,22 +171,17 @@ def test_an_onnx_file_appears_when_it_is_complete(tmp_path: Path, monkeypatch: p
     refused(lambda: predictor.to_onnx(tmp_path / "missing" / "network.onnx", x), "Create its folder")
 
 
-ONNX = [
-    ("mlp", "prediction"),
-    ("mlp", "scores"),
-    *((name, "latent") for name in NETWORKS if name != "mlp" and not name.startswith("one")),
-]
+ONNX = [("mlp", "prediction"), ("mlp", "scores"), *((name, "latent") for name in CLASSIFIERS if name != "mlp")]
 
 
 @pytest.mark.parametrize("case", others_slow(ONNX, ONNX[1:2]), ids=str)
 def test_onnx(case: tuple[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     name, outputs = case
     inputs = NETWORKS[name][1]
     posterior, predictor = deployed(name, outputs)
-    path = predictor.to_onnx(tmp_path / "network.onnx", inputs(1))
+    run = in_onnx(predictor, tmp_path, inputs(1))
     for size in SIZES:
-        found = onnx_outputs(path, inputs(size))
+        found = run(inputs(size))
         if name == "resnet20":  # 200 000 ReLUs a sample, of which one at its kink may fall on either side
             latent = posterior.latent(inputs(size), via=lw.Streamlined())
             means, variances = (torch.as_tensor(part) for part in found)
@@ -216,35 +212,30 @@ def test_compiled(name: str) -> None:
 @pytest.mark.parametrize("labels", ["classes", "answers"])
 def test_scores_without_variance_in_onnx(labels: str, tmp_path: Path) -> None:
     """Without a bias, an input of zeros has the logits 0 with variance 0."""
-    pytest.importorskip("onnxscript")
     x = torch.cat([torch.randn(20, 4), torch.zeros(1, 4)])
     layers = [nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)]
     targets = x.argmax(1) % 2 if labels == "classes" else x[:, :2] > 0
     posterior = lw.fit(nn.Sequential(*layers).eval(), [(x, targets)], prior_precision=1.0)
-    path = lw.deploy(posterior, x, outputs="scores").to_onnx(tmp_path / "network.onnx", x)
-    found = onnx_outputs(path, x)
+    found = in_onnx(lw.deploy(posterior, x, outputs="scores"), tmp_path, x)(x)
     assert_same(found, posterior, x, lw.Streamlined(), "scores", 1e-4)
     assert found[-1][-1] == 0.0  # mutual information
 
 
 def test_functions_that_onnx_lacks(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     x, layers = torch.randn(5, 4), [nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4), nn.Mish(), nn.Linear(4, 3)]
     posterior = lw.fit(nn.Sequential(*layers).eval(), [(x, torch.arange(5) % 3)], lw.Diagonal(), prior_precision=30.0)
-    path = lw.deploy(posterior, x, outputs="latent").to_onnx(tmp_path / "network.onnx", x)
-    assert_same(onnx_outputs(path, x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
+    run = in_onnx(lw.deploy(posterior, x, outputs="latent"), tmp_path, x)
+    assert_same(run(x[:3]), posterior, x[:3], lw.Streamlined(), "latent", 1e-5)
 
 
 def test_a_mask_that_multiplies_in_onnx(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     x = {"tokens": torch.randint(9, (5, 6)), "mask": torch.arange(6) < torch.arange(2, 7)[:, None]}
     data = [{**x, "labels": torch.arange(5) % 3}]
     mean = lambda net, tokens, mask: (net.table(tokens) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)  # noqa: E731
     model = Net(lambda net, **x: net.layer(mean(net, **x)), table=nn.Embedding(9, 4), layer=nn.Linear(4, 3)).eval()
     posterior = lw.fit(model, data, lw.Diagonal(), params=lw.everything, prior_precision=30.0)
     predictor = lw.deploy(posterior, x)
-    path = predictor.to_onnx(tmp_path / "network.onnx", x)
-    assert_same(onnx_outputs(path, x), posterior, x, predictor.via, "prediction", 1e-5)
+    assert_same(in_onnx(predictor, tmp_path, x)(x), posterior, x, predictor.via, "prediction", 1e-5)
 
 
 @pytest.mark.parametrize("method", [None, lw.KFAC()], ids=repr)
@@ -380,7 +371,6 @@ def wide(outputs: int = 1, **options: Any) -> tuple[lw.Posterior, Tensor]:
 def test_the_default_has_the_level_of_predict(
     outputs: int, results: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("onnxscript")
     posterior, x = wide(outputs)
     predictor = lw.deploy(posterior, x[:30], outputs=results)
     assert not said(caplog)
@@ -392,15 +382,13 @@ def test_the_default_has_the_level_of_predict(
     assert_same(predictor(x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
     module = torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes).module()
     assert_same(module(x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
-    path = predictor.to_onnx(tmp_path / "network.onnx", x)
-    assert_same(onnx_outputs(path, x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
+    assert_same(in_onnx(predictor, tmp_path, x)(x[:7]), posterior, x[:7], predictor.via, results, 1e-4)
     raw = lw.deploy(posterior, x, via=lw.Streamlined(), outputs=results)
     assert raw.via == lw.Streamlined()
     assert_same(raw(x[:7]), posterior, x[:7], lw.Streamlined(), results, 1e-4)
 
 
 def test_outputs_of_other_units_have_their_own_levels(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     x = torch.randn(80, 5)
     y = torch.stack([x[:, 0].sin() + 0.2 * torch.randn(80), 100 * x[:, 1] + 30 * torch.randn(80)], 1)
     model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 2))
@@ -413,8 +401,7 @@ def test_outputs_of_other_units_have_their_own_levels(tmp_path: Path) -> None:
     assert_same(predictor(x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
     module = torch.export.export(predictor, (x,), dynamic_shapes=predictor.dynamic_shapes).module()
     assert_same(module(x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
-    path = predictor.to_onnx(tmp_path / "network.onnx", x)
-    assert_same(onnx_outputs(path, x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
+    assert_same(in_onnx(predictor, tmp_path, x)(x[:7]), posterior, x[:7], predictor.via, "prediction", 1e-4)
     again = lw.deploy(posterior, x[:60], via=lw.Scaled(predictor.via, (2.0, 3.0)), outputs="latent")
     torch.testing.assert_close(again(x)[1], posterior.latent(x, via=predictor.via).variance * torch.tensor([2.0, 3.0]))
     half = lw.deploy(posterior, x[:60], via=lw.Scaled(predictor.via, 0.5), outputs="latent")
@@ -488,7 +475,7 @@ def test_layers_without_a_chosen_weight(network: str, layer: int, tmp_path: Path
     expected = posterior.predict(x, via=predictor.via)
     torch.testing.assert_close(predictor(x), (expected.mean, expected.variance))
     if layer == 2:
-        found = onnx_outputs(predictor.to_onnx(tmp_path / "network.onnx", x), x)
+        found = in_onnx(predictor, tmp_path, x)(x)
         torch.testing.assert_close(tuple(map(torch.from_numpy, found)), predictor(x), rtol=1e-4, atol=1e-4)
 
 
@@ -562,12 +549,11 @@ def test_noise_that_depends_on_the_input(case: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_noise_in_onnx(dtype: torch.dtype, tmp_path: Path) -> None:
     """With tanh: onnxruntime has no erf in double precision."""
-    pytest.importorskip("onnxscript")
     posterior, inputs = with_noise(model=mlp(1, nn.Tanh), dtype=dtype)
     predictor = lw.deploy(posterior, inputs(9))
-    path = predictor.to_onnx(tmp_path / "network.onnx", inputs(1))
+    run = in_onnx(predictor, tmp_path, inputs(1))
     for size in (*SIZES, 40):
-        *found, df = onnx_outputs(path, inputs(size))
+        *found, df = run(inputs(size))
         assert_same(found, posterior, inputs(size), predictor.via, "prediction", 1e-6)
         assert float(df) == 4.0
 
@@ -600,9 +586,8 @@ def test_heads_with_the_doubt_of_their_posterior() -> None:
 
 def test_a_student_t_of_given_tails_is_deployed() -> None:
     x, y = real(5)(20), torch.randn(20, 1)
-    posterior = lw.fit(
-        mlp(1), (x, y), lw.KFAC(), likelihood=lw.StudentT(df=5.0, noise_variance=0.3), prior_precision=30.0
-    )
+    likelihood = lw.StudentT(df=5.0, noise_variance=0.3)
+    posterior = lw.fit(mlp(1), (x, y), lw.KFAC(), likelihood=likelihood, prior_precision=30.0)
     predictor = lw.deploy(posterior, x)
     assert predictor.df == 5.0
     assert_same(predictor(x)[:2], posterior, x, predictor.via, "prediction", 1e-6)

@@ -109,7 +109,7 @@ def tokens(samples, length, seed=0):
     ids = torch.randint(1, 17, (samples, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[1:, length - 2 :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
 @pytest.mark.parametrize("make", [bert, ZOO["gpt2"].build], ids=["bert", "gpt2"])
