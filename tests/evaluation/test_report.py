@@ -71,6 +71,10 @@ def labels(page: Page) -> str:
     return " ".join(str(part.get("aria-label")) for part in page.tags["div"])
 
 
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
 def test_a_report_of_classes(tables: dict[str, Comparison], tmp_path: Path) -> None:
     table = tables["classes"]
     path = table.report(tmp_path / "report.html", title="Digits <1>")
@@ -81,23 +85,20 @@ def test_a_report_of_classes(tables: dict[str, Comparison], tmp_path: Path) -> N
     assert "&lt;b&gt;KFAC&lt;/b&gt;" in path.read_text(encoding="utf-8")  # names are escaped
     assert table.notes[0] in page.text  # the verdict: the lowest NLL,
     best = min(table.rows, key=lambda name: table[name]["NLL"])
-    assert (
-        f'the confidence of "{best}" differs from its accuracy by {table[best]["ECE"]:.1%}'.replace("%", " %")
-        in page.text
-    )
+    assert f'the confidence of "{best}" differs from its accuracy by {percent(table[best]["ECE"])}' in page.text
     area = max(row[column] for row in table.rows.values() for column in row if "far & wide: AUROC" in column)
     assert f"detects far & wide best: AUROC {area:.3f}" in page.text  # and the best detector
     score = "mutual information" if f'mutual information of "{KFAC}" for held-out inputs' in labels(page) else "entropy"
     parts = table.predictions[KFAC]
     known, far = (part[score.replace(" ", "_")] for part in (parts.scores, parts.foreign["far & wide"]))
     limit = max(value for value in far if (far >= value).mean() >= 0.95)
-    flagged = f"{(known >= limit).mean():.1%}".replace("%", " %")
+    flagged = percent((known >= limit).mean())
     assert f"flags 95 % of far & wide also flags {flagged} of the held-out inputs" in page.text  # by the score drawn
     bold = [cell for cell in page.tags["td"] if cell.get("class") == "best"]
     assert len(bold) == (not table.ties)
     kept = parts.confidence.argsort()[10:]  # of 100 answers
-    words = f"below {parts.confidence[kept[0]]:.3f}: then {1 - parts.correct[kept].mean():.1%} of the others are wrong"
-    assert words.replace("%", " %") in page.text
+    wrong = percent(1 - parts.correct[kept].mean())
+    assert f"below {parts.confidence[kept[0]]:.3f}: then {wrong} of the others are wrong" in page.text
     for name in table.rows:
         assert page.text.count(name) >= 3  # in both tables and the texts
     for heading in ("Is the confidence right?", "Does the confidence find the errors?", "Does it notice far & wide?"):
@@ -109,8 +110,7 @@ def test_a_report_of_a_regression(tables: dict[str, Comparison], tmp_path: Path)
     table = tables["regression"]
     page = Page(table.report(tmp_path / "report.html"))
     best = min(table.rows, key=lambda name: table[name]["NLL"])
-    inside = f"{table[best]['90 % interval']:.1%}".replace("%", " %")
-    assert f'The 90 % intervals of "{best}" hold {inside} of the targets' in page.text
+    assert f'The 90 % intervals of "{best}" hold {percent(table[best]["90 % interval"])} of the targets' in page.text
     own = table.predictions["Full"]
     kept = own.std.argsort()[:90]  # of 100 predictions
     rmse = ((own.y - own.mean)[kept] ** 2).mean() ** 0.5

@@ -98,26 +98,22 @@ def test_several_inputs(name):
         close(f(cut(setup.x, setup.y, (5, 4))), f(setup.x))
 
 
-def tagger() -> nn.Module:
-    return nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
-
-
-def segmenter() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)).double().eval()
-
-
 POSITIONS = {
-    "tokens": (tagger, lambda b: torch.randint(6, (b, 4)), (4,)),
-    "pixels": (segmenter, lambda b: torch.randn(b, 2, 3, 2).double(), (3, 2)),
+    "tokens": lambda: ([nn.Embedding(6, 4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)], torch.randint(6, (7, 4))),
+    "pixels": lambda: (
+        [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)],
+        torch.randn(7, 2, 3, 2).double(),
+    ),
 }
 
 
 @pytest.mark.parametrize("params", [lw.everything, lw.last_layer])
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_outputs_with_positions_keep_their_shape(kind: str, params: object):
-    build, inputs, sizes = POSITIONS[kind]
-    model, x = build(), inputs(7)
-    posterior = lw.fit(model, (x, torch.randint(3, (7, *sizes))), lw.Diagonal(), params=params, prior_precision=1.0)
+    layers, x = POSITIONS[kind]()
+    model = nn.Sequential(*layers).double().eval()
+    y = torch.randint(3, x.shape if kind == "tokens" else (7, 3, 2))
+    posterior = lw.fit(model, (x, y), lw.Diagonal(), params=params, prior_precision=1.0)
     weights, drawn = dict(model.named_parameters()), posterior.sample(2, seed=4)
     steps = {name: values - weights[name].detach() for name, values in drawn.items()}
 

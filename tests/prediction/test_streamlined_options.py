@@ -132,6 +132,16 @@ def test_features_of_a_head_that_share_inputs_equal_loops(options):
 # ---- matched activations
 
 
+def on_a_grid(function, m, v):
+    """Means and variances of a function of normal numbers by fine quadrature."""
+    grid = torch.linspace(-9, 9, 200_001, dtype=F64)
+    weights = (-grid.square() / 2).exp()
+    weights = weights / weights.sum()
+    values = function(m[..., None] + v.sqrt()[..., None] * grid)
+    mean = values @ weights
+    return mean, (values - mean[..., None]).square() @ weights
+
+
 @pytest.mark.parametrize("size", [1e-12, 1e-4, 1.0, 30.0, -30.0])
 def test_matched_relu_keeps_its_precision(size):
     from lapwing.prediction.streamlined.functions import relu_moments
@@ -139,14 +149,9 @@ def test_matched_relu_keeps_its_precision(size):
 
     m = torch.tensor([size, -size, 1.0], dtype=F64)
     v = torch.tensor([1.0, 1.0, 1e-12], dtype=F64)
-    found = relu_moments(Moments(m, v))
-    grid = torch.linspace(-9, 9, 200_001, dtype=F64)
-    weights = (-grid.square() / 2).exp()
-    weights = weights / weights.sum()
-    values = (m[:, None] + v.sqrt()[:, None] * grid).relu()
-    mean = values @ weights
+    found, (mean, variance) = relu_moments(Moments(m, v)), on_a_grid(torch.relu, m, v)
     torch.testing.assert_close(found.mean, mean, rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(found.variance, (values - mean[:, None]).square() @ weights, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(found.variance, variance, rtol=1e-5, atol=1e-12)
     assert (found.variance >= 0).all()
 
 
@@ -155,14 +160,9 @@ def test_matched_smooth_activations_equal_fine_quadrature(kind):
     x, v = torch.randn(3, 4, dtype=F64), torch.rand(3, 4, dtype=F64)
     module = nn.Sequential(nn.BatchNorm1d(4), kind()).double().eval()
     mean, variance, _ = propagate(module, x, {0: v}, activations="moments")
-    grid = torch.linspace(-9, 9, 100_001, dtype=F64)
-    weights = (-grid.square() / 2).exp()
-    weights = weights / weights.sum()
-    shifted = (x[..., None] + v.sqrt()[..., None] * grid) / (1 + 1e-5) ** 0.5
-    values = module[1](shifted)
-    first = values @ weights
+    first, second = on_a_grid(lambda h: module[1](h / (1 + 1e-5) ** 0.5), x, v)
     torch.testing.assert_close(mean, first, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(variance, (values - first[..., None]).square() @ weights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(variance, second, rtol=1e-4, atol=1e-5)
 
 
 # ---- branches
