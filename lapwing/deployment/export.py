@@ -107,14 +107,7 @@ def _program(tangent: Tangent, covariance: Covariance, graph: Graph, via: Stream
     for step in program.schedule.steps:
         node, fused = step.node, step.fused
         place = f"{name_of(node)} in {where(node)} of {graph.network}"
-        unruled = step.uncertain and fused is None and operation_of(node).rule is None
-        if unruled and operation_of(node).slope is not None:
-            raise LapwingError(
-                f"A deployed network supports element-wise functions of samples only, and {place} is applied to a "
-                "tensor that all samples share. Leave out the weights before it with params=lw.matching(...). Or "
-                "predict with posterior.predict(x, via=lw.Streamlined())."
-            )
-        if unruled:
+        if step.uncertain and fused is None and operation_of(node).rule is None:
             raise LapwingError(
                 f"A deployed network needs moment rules, and {place} has no moment rule. Give it one "
                 "(lapwing.prediction.streamlined.register_operation), or leave out the weights before it with "
