@@ -20,9 +20,8 @@ from tests.trained import overconfident
 @pytest.fixture(scope="module")
 def classes() -> tuple[nn.Module, lw.Posterior, Tensor, Tensor]:
     with torch.random.fork_rng():
-        model, x, y = overconfident(
-            4, 3, 120, slope=2.0, factor=20.0
-        )  # far too sure, whatever a version of torch draws
+        # far too sure, whatever a version of torch draws
+        model, x, y = overconfident(4, 3, 120, slope=2.0, factor=20.0)
         return model, lw.fit(model, (x[:60], y[:60]), lw.KFAC(), prior_precision=1.0), x[60:], y[60:]
 
 
@@ -236,9 +235,8 @@ def test_missing_targets_of_some_batches(regression: Any, missing: tuple[int, ..
         assert not any("Q1" in column for column in table[plain])
     half = known & (torch.arange(60) % 2 == 1)[:, None]
     variances = [float((model(x).detach() - y)[some].square().mean()) for some in (half, known & ~half)]
-    assert "a noise variance of {:.3g} for half of the samples and {:.3g}".format(*variances) in " ".join(
-        str(table).split()
-    )
+    words = "a noise variance of {:.3g} for half of the samples and {:.3g}".format(*variances)
+    assert words in " ".join(str(table).split())
 
 
 def test_the_area_under_the_risk_coverage_curve() -> None:
@@ -330,6 +328,5 @@ def test_the_network_alone_has_its_own_noise_in_any_order() -> None:
         assert table.rows["network"]["NLL"] == pytest.approx(float(own), rel=1e-5)
     given = lw.fit(model, train, lw.Full(), likelihood=lw.Gaussian(3.0))
     own = -torch.distributions.Normal(model(x[20:]).detach(), 3.0**0.5).log_prob(y[20:]).mean()
-    assert lw.compare({"Full": given}, held_out, repeats=1).rows["network"]["NLL"] == pytest.approx(
-        float(own), rel=1e-5
-    )
+    table = lw.compare({"Full": given}, held_out, repeats=1)
+    assert table["network"]["NLL"] == pytest.approx(float(own), rel=1e-5)

@@ -102,22 +102,19 @@ def test_attention_and_residuals_of_equal_tokens_are_one():
 def convolutions():
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), BasicBlock(8, 8, 1), BasicBlock(8, 16, 2)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)), torch.rand(6, 3, 8, 8)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
 def vision_transformer():
     torch.manual_seed(0)
     patches = [nn.Conv2d(3, 12, 2, 2), nn.Flatten(2), Function(lambda x: x.transpose(1, 2))]
     layers = [nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True)]
-    return nn.Sequential(*patches, *layers, nn.LayerNorm(12), mean_of_tokens(), nn.Linear(12, 4)), torch.rand(
-        6, 3, 8, 8
-    )
+    return nn.Sequential(*patches, *layers, nn.LayerNorm(12), mean_of_tokens(), nn.Linear(12, 4))
 
 
 @pytest.mark.parametrize("make", [convolutions, vision_transformer])
 def test_correlated_positions_are_nearer(make):
-    model, x = make()
-    model, x = model.double().eval(), x.double()
+    model, x = make().double().eval(), torch.rand(6, 3, 8, 8).double()
     tangent = tn.Tangent.survey(model, x, tn.matching("*"))
     covariance = covariance_of(tangent, **SURE)
     exact = Linearized().latent(tangent, covariance, prepared(x), joint=False).variance
@@ -226,9 +223,7 @@ def repeated_values(q, k, v):
 @pytest.mark.parametrize("positions", ["independent", "correlated"])
 @pytest.mark.parametrize("attention", others_slow(["values", "scores", "features"], ["values"]))
 def test_heads_that_share_values_equal_repeated_ones(attention, positions):
-    both = [
-        cross_attended(function, positions, 2, attention=attention) for function in (shared_values, repeated_values)
-    ]
+    both = [cross_attended(values, positions, 2, attention=attention) for values in (shared_values, repeated_values)]
     torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 

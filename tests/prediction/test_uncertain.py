@@ -164,13 +164,10 @@ class TestEveryWay:
     @pytest.mark.quick(2)
     def test_posterior_with_nested_inputs(self, via):
         model = two_inputs()
-        batch = {
-            "tokens": torch.randint(6, (8, 5)),
-            "a": torch.randn(8, 4, dtype=F64),
-            "b": torch.randn(8, 2, dtype=F64),
-        }
+        a, b = torch.randn(8, 4, dtype=F64), torch.randn(8, 2, dtype=F64)
+        batch = {"tokens": torch.randint(6, (8, 5)), "a": a, "b": b}
         posterior = lw.fit(model, [{**batch, "labels": torch.arange(8) % 3}], lw.Diagonal(), prior_precision=1.0)
-        noisy = {**batch, "b": lw.Uncertain(batch["b"], 5.0)}
+        noisy = {**batch, "b": lw.Uncertain(b, 5.0)}
         assert bool((posterior.latent(noisy, via=via).variance > posterior.latent(batch, via=via).variance).any())
         torch.testing.assert_close(
             posterior.predict([noisy, noisy], via=via).probs[8:], posterior.predict(noisy, via=via).probs
