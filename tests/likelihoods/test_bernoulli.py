@@ -10,10 +10,9 @@ import torch
 from scipy.integrate import quad
 
 import lapwing as lw
-from lapwing.covariance import Latent
-from lapwing.covariance.terms import DenseTerm, MarginalTerm
+from lapwing.covariance import Latent, LatentDraws
 from lapwing.likelihoods import Bernoulli, BernoulliPrediction, Categorical, Probit, Quadrature, SampledLink, quadrature
-from tests.likelihoods.fakes import FakeDraws, random_latent
+from tests.likelihoods.latents import dense_latent, marginal_latent, random_latent
 
 F64 = torch.float64
 
@@ -29,14 +28,9 @@ def integral(function, mean: float, std: float) -> float:
     return sum(quad(density, a, b, epsabs=1e-13, limit=200)[0] for a, b in pairwise(breaks))
 
 
-def of_variances(mean, variance) -> Latent:
-    return Latent(mean, (MarginalTerm(variance, variance),))
-
-
 def marginal(mean, std) -> Latent:
     """Return a latent with one output per input, from means and standard deviations."""
-    mean, variance = torch.tensor(mean, dtype=F64)[:, None], torch.tensor(std, dtype=F64)[:, None] ** 2
-    return of_variances(mean, variance)
+    return marginal_latent(torch.tensor(mean, dtype=F64)[:, None], torch.tensor(std, dtype=F64)[:, None] ** 2)
 
 
 GRID = [(m, s) for s in (1e-3, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0) for m in (0.0, 0.7, -2.0, 3.0 * s, -1.5 * s)]
@@ -77,7 +71,7 @@ class TestQuadrature:
     def test_no_variance_is_the_sigmoid(self):
         mean = torch.linspace(-700, 700, 29, dtype=F64)[:, None].requires_grad_()
         variance = torch.zeros(29, 1, dtype=F64, requires_grad=True)
-        odds = Quadrature().log_odds(of_variances(mean, variance))
+        odds = Quadrature().log_odds(marginal_latent(mean, variance))
         torch.testing.assert_close(odds, mean, rtol=1e-9, atol=1e-7)
         odds.sum().backward()
         torch.testing.assert_close(mean.grad, torch.ones_like(mean), rtol=1e-6, atol=1e-6)
@@ -95,7 +89,7 @@ class TestQuadrature:
         mean = torch.tensor([[0.0], [0.4], [-2.0], [3.0]], dtype=F64, requires_grad=True)
         variance = torch.tensor([[0.5], [1e-3], [30.0], [4.0]], dtype=F64, requires_grad=True)
         link = Quadrature(100)
-        assert torch.autograd.gradcheck(lambda m, v: link.log_odds(of_variances(m, v)), (mean, variance))
+        assert torch.autograd.gradcheck(lambda m, v: link.log_odds(marginal_latent(m, v)), (mean, variance))
 
     def test_derivative_in_the_variance_where_it_is_zero(self):
         """``∂/∂v E[σ(f)] = 1/2 E[σ''(f)]``."""
@@ -112,7 +106,7 @@ class TestQuadrature:
         monkeypatch.setattr(quadrature, "_CHUNK_NUMBERS", 5 * 48)
         torch.testing.assert_close(Quadrature().log_odds(latent), whole, rtol=1e-13, atol=1e-13)
         empty = torch.zeros(0, 2)
-        assert Quadrature().log_odds(of_variances(empty, empty)).shape == (0, 2)
+        assert Quadrature().log_odds(marginal_latent(empty, empty)).shape == (0, 2)
 
 
 class TestTwoClasses:
@@ -123,7 +117,7 @@ class TestTwoClasses:
         mean = torch.cat([torch.zeros_like(latent.mean), latent.mean], 1)
         covariance = torch.zeros(6, 2, 2, dtype=F64)
         covariance[:, 1, 1] = latent.variance[:, 0]
-        return Latent(latent.mean, (DenseTerm(latent.covariance),)), Latent(mean, (DenseTerm(covariance),))
+        return latent, dense_latent(mean, covariance)
 
     @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
     def test_probit(self, scale):
@@ -138,8 +132,8 @@ class TestTwoClasses:
 
     def test_weight_draws(self):
         draws = 3 * torch.randn(9, 5, 1, generator=torch.Generator().manual_seed(0), dtype=F64)
-        binary = Bernoulli().predict(FakeDraws(draws))
-        classes = Categorical().predict(FakeDraws(torch.cat([torch.zeros_like(draws), draws], -1)))
+        binary = Bernoulli().predict(LatentDraws(draws))
+        classes = Categorical().predict(LatentDraws(torch.cat([torch.zeros_like(draws), draws], -1)))
         assert binary.link == SampledLink()
         torch.testing.assert_close(binary.probs[:, 0], classes.probs[:, 1])
         torch.testing.assert_close(binary.mutual_information(), classes.mutual_information())
@@ -164,7 +158,7 @@ class TestPrediction:
 
     def test_mutual_information_against_brute_force(self):
         draws = 2 * torch.randn(9, 3, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
-        found = Bernoulli().predict(FakeDraws(draws)).mutual_information()
+        found = Bernoulli().predict(LatentDraws(draws)).mutual_information()
         p = draws.sigmoid()
         mean = p.mean(0)
         entropy = lambda p: -(p * p.log() + (1 - p) * (1 - p).log())  # noqa: E731

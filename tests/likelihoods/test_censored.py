@@ -11,9 +11,8 @@ from scipy import stats
 from torch import nn
 
 import lapwing as lw
-from lapwing.covariance import Latent
-from lapwing.covariance.terms import DenseTerm
 from tests import oracle
+from tests.likelihoods.latents import dense_latent
 from tests.refused import refused
 from tests.trained import train
 
@@ -49,7 +48,7 @@ def test_log_probabilities_equal_those_of_scipy() -> None:
     f, likelihood = torch.linspace(-1, 1, len(CASES), dtype=F64)[:, None], lw.Censored(0.5)
     expected = [by_scipy(stats.norm(float(m), 0.5**0.5), *row) for m, row in zip(f, CASES.tolist(), strict=True)]
     torch.testing.assert_close(likelihood.log_prob(f, CASES), torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
-    latent = Latent(f, (DenseTerm(torch.full((len(f), 1, 1), 0.7, dtype=F64)),))
+    latent = dense_latent(f, torch.full((len(f), 1, 1), 0.7, dtype=F64))
     expected = [by_scipy(stats.norm(float(m), 1.2**0.5), *row) for m, row in zip(f, CASES.tolist(), strict=True)]
     found = likelihood.predict(latent).log_prob(CASES)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)

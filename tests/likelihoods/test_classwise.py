@@ -11,7 +11,7 @@ import lapwing as lw
 from lapwing.covariance import JointLatent, Latent, LinearDraws
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.likelihoods import Bernoulli, Categorical, Probit, Quadrature, quadrature
-from tests.likelihoods.fakes import FakeLatent, random_latent
+from tests.likelihoods.latents import dense_latent, random_latent
 
 F64 = torch.float64
 
@@ -22,7 +22,7 @@ def correlated(size: int, batch: int = 4, scale: float = 1.0) -> Latent:
     mean = 2 * torch.randn(batch, size, generator=generator, dtype=F64)
     widths = torch.rand(batch, size, 1, generator=generator, dtype=F64)
     factor = widths * torch.randn(batch, size, size, generator=generator, dtype=F64) * math.sqrt(scale / size)
-    return Latent(mean, (DenseTerm(factor @ factor.mT),))
+    return dense_latent(mean, factor @ factor.mT)
 
 
 def by_draws(latent: Latent, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def test_probabilities_are_closer_to_the_average_than_the_probit(size):
 def test_two_classes_are_a_bernoulli_output(scale):
     latent = correlated(2, scale=scale)
     gap = torch.tensor([[-1.0, 1.0]], dtype=F64)
-    one = FakeLatent(latent.mean @ gap.T, (gap @ latent.covariance @ gap.T))
+    one = dense_latent(latent.mean @ gap.T, (gap @ latent.covariance @ gap.T))
     yes, classes = Bernoulli().predict(one), Categorical().predict(latent, Quadrature())
     torch.testing.assert_close(classes.probs[:, 1:], yes.probs)
     torch.testing.assert_close(classes.mutual_information(), yes.mutual_information(), rtol=1e-4, atol=1e-9)
@@ -90,7 +90,7 @@ def test_classes_that_cannot_be_leave_the_others(value):
     mean = torch.cat([latent.mean, torch.full((4, 2), value, dtype=F64)], 1)
     covariance = torch.zeros(4, 5, 5, dtype=F64)
     covariance[:, :3, :3] = latent.covariance
-    padded = Latent(mean, (DenseTerm(covariance),)).without_impossible()
+    padded = dense_latent(mean, covariance).without_impossible()
     torch.testing.assert_close(information(padded), information(latent))
     probs = Categorical().predict(padded, Quadrature()).probs
     torch.testing.assert_close(probs[:, :3], Categorical().predict(latent, Quadrature()).probs)
@@ -101,7 +101,7 @@ def test_sure_inputs_keep_their_digits_in_float32():
     """1 - p of the most probable class is 1e-9 and less here, below the digits of float32."""
     latent = correlated(4, scale=0.5)
     sure = Latent(latent.mean + torch.tensor([25.0, 0.0, 0.0, 0.0]), latent.terms)
-    single = Latent(sure.mean.float(), (DenseTerm(latent.covariance.float()),))
+    single = dense_latent(sure.mean.float(), latent.covariance.float())
     torch.testing.assert_close(information(single).double(), information(sure), rtol=1e-3, atol=0.0)
     assert (information(sure) > 0).all()
     assert information(sure).max() < 1e-6
@@ -113,7 +113,7 @@ def test_never_negative():
     for scale in (1e-6, 1e-2, 1.0, 1e3, 1e6, 1e9):
         latent = correlated(7, batch=50, scale=scale)
         for dtype in (F64, torch.float32):
-            found = information(Latent(latent.mean.to(dtype), (DenseTerm(latent.covariance.to(dtype)),)))
+            found = information(dense_latent(latent.mean.to(dtype), latent.covariance.to(dtype)))
             assert found.dtype == dtype
             assert ((found >= 0) & (found < 1.1 * math.log(7))).all()
             if scale > 10:
@@ -124,7 +124,7 @@ def test_gradients():
     latent = correlated(3, batch=2)
 
     def of(mean, root):
-        prediction = Categorical().predict(FakeLatent(mean, root @ root.mT), Quadrature())
+        prediction = Categorical().predict(dense_latent(mean, root @ root.mT), Quadrature())
         return prediction.mutual_information(), prediction.probs
 
     root = torch.linalg.cholesky(latent.covariance).requires_grad_()

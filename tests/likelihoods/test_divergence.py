@@ -8,8 +8,6 @@ import warnings
 import pytest
 import torch
 
-from lapwing.covariance import Latent
-from lapwing.covariance.terms import DenseTerm
 from lapwing.likelihoods import (
     Bernoulli,
     Categorical,
@@ -21,19 +19,10 @@ from lapwing.likelihoods import (
     SampledLink,
     quadrature,
 )
-from tests.likelihoods.fakes import random_latent
+from tests.likelihoods.latents import normal_grid, random_latent
 
 F64 = torch.float64
 ALPHAS = (0.0, 0.5, 1.0)
-
-
-def grid(mean: torch.Tensor, covariance: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes f (G, C) and weights (G,) of an even grid, 9 standard deviations either way: spectrally accurate."""
-    size = len(mean)
-    axis = torch.linspace(-9, 9, points, dtype=F64)
-    z = torch.cartesian_prod(*[axis] * size).reshape(-1, size)
-    weights = torch.exp(-0.5 * z.square().sum(-1)) * ((axis[1] - axis[0]) / math.sqrt(2 * math.pi)) ** size
-    return mean + z @ torch.linalg.cholesky(covariance).T, weights
 
 
 class Shifted(Categorical):
@@ -72,7 +61,7 @@ def test_power_means_are_integrals(case, alpha, scale):
         mean, covariance, integrand = mean @ H.T, H @ covariance @ H.T, Shifted()
     values = []  # ``1/α log ∫ p(y|f)^α N(f) df``, or ``∫ log p(y|f) N(f) df``, one input at a time
     for m, k, y in zip(mean, covariance, targets, strict=True):
-        f, weights = grid(m, k, 4001 if mean.shape[1] == 1 else 301)
+        f, weights = normal_grid(m, k, 4001 if mean.shape[1] == 1 else 301)
         logs = integrand.log_prob(f, y.expand(len(f), *y.shape))
         values.append((weights * logs).sum() if alpha == 0 else (weights * (alpha * logs).exp()).sum().log() / alpha)
     wanted = torch.stack(values)
@@ -87,8 +76,7 @@ def test_link_of_a_prediction_at_one():
     latent, labels = random_latent(batch=4, size=3), torch.tensor([0, 1, 2, 0])
     for link in (Probit(), Probit(scale="marginal"), LaplaceBridge()):
         found = Categorical().log_power_mean(latent.mean, latent.covariance, labels, 1.0, link=link)
-        dense = Latent(latent.mean, (DenseTerm(latent.covariance),))
-        torch.testing.assert_close(found, Categorical().predict(dense, link).log_prob(labels))
+        torch.testing.assert_close(found, Categorical().predict(latent, link).log_prob(labels))
     gaussian = Gaussian(0.3)
     density = gaussian.predict(latent).log_prob(latent.mean + 1)
     found = gaussian.log_power_mean(latent.mean, latent.covariance, latent.mean + 1, 1.0)

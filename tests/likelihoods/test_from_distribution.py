@@ -16,7 +16,7 @@ from lapwing.covariance import LatentDraws
 from lapwing.likelihoods import Gaussian, MixturePrediction
 from lapwing.likelihoods.links import DENSE_OUTPUTS, latent_points
 from lapwing.tuning.held_out import spread_costs
-from tests.likelihoods.fakes import FakeLatent, gauss_hermite, joint_latent, random_latent
+from tests.likelihoods.latents import dense_latent, integral, joint_latent, random_latent
 
 F64 = torch.float64
 EULER = 0.5772156649015329
@@ -138,7 +138,7 @@ def test_a_normal_predicts_as_the_gaussian_likelihood():
 @pytest.mark.parametrize("size", [1, 2])
 def test_points_of_one_or_two_outputs_have_the_moments_of_the_latent(size, dtype):
     wide = random_latent(batch=6, size=size)
-    points = latent_points(FakeLatent(wide.mean.to(dtype), wide.covariance.to(dtype)), 512)
+    points = latent_points(dense_latent(wide.mean.to(dtype), wide.covariance.to(dtype)), 512)
     assert points.dtype == dtype
     near = {"rtol": 1e-9, "atol": 1e-9} if dtype == F64 else {"rtol": 1e-5, "atol": 1e-5}
     for mean, covariance, cloud in zip(wide.mean, wide.covariance, points.double().unbind(1), strict=True):
@@ -151,15 +151,15 @@ def test_points_of_one_or_two_outputs_have_the_moments_of_the_latent(size, dtype
 @pytest.mark.parametrize(("size", "joint"), [(3, False), (2, True), (DENSE_OUTPUTS + 1, False)])
 def test_more_outputs_and_joint_latents_have_pairs_around_the_mean(size, joint):
     latent = joint_latent(size=size) if joint else random_latent(size=size)
-    points = latent_points(latent, 512)
-    assert points.shape == (512, *latent.mean.shape)
+    points = latent_points(latent, 2048)
+    assert points.shape == (2048, *latent.mean.shape)
     torch.testing.assert_close(points.mean(0), latent.mean)
     torch.testing.assert_close(points.var(0), latent.variance, rtol=0.25, atol=0)
 
 
 def test_points_are_certain_where_the_latent_is_and_differentiable():
     mean, variance = torch.zeros(3, 1, dtype=F64), torch.tensor([0.0, 1e-3, 4.0], dtype=F64).requires_grad_()
-    points = latent_points(FakeLatent(mean, variance[:, None, None]), 512)
+    points = latent_points(dense_latent(mean, variance[:, None, None]), 512)
     assert points[:, 0].abs().max() < 1e-5
     (slopes,) = torch.autograd.grad(points.square().mean(0).sum(), variance)
     torch.testing.assert_close(slopes, torch.ones_like(slopes))
@@ -174,8 +174,8 @@ def test_predictions_at_one_or_two_outputs_agree_with_integrals(function, size):
     for mean, covariance, one, log, center, variance in zip(
         latent.mean, latent.covariance, y, logs, prediction.mean, prediction.variance, strict=True
     ):
-        density = gauss_hermite(lambda f, one=one: function(f).log_prob(one).exp(), mean, covariance)
-        second = gauss_hermite(lambda f: function(f).variance + function(f).mean.square(), mean, covariance)
+        density = integral(lambda f, one=one: function(f).log_prob(one).exp(), mean, covariance)
+        second = integral(lambda f: function(f).variance + function(f).mean.square(), mean, covariance)
         assert float(log.exp()) == pytest.approx(float(density), rel=0.02)
         assert float(center) == pytest.approx(float(mean[0]), abs=1e-9)
         assert float(variance) == pytest.approx(float(second - mean[0] ** 2), rel=0.005)
@@ -271,7 +271,7 @@ def two_directions(f):
 @pytest.mark.parametrize("function", [angles, two_directions])
 @pytest.mark.parametrize("several", [False, True])
 def test_angles_have_a_circular_mean_and_arcs(function, several):
-    latent = FakeLatent(
+    latent = dense_latent(
         torch.tensor([[3.1, 2.0], [0.2, 2.0]], dtype=F64), 0.04 * torch.eye(2, dtype=F64).expand(2, 2, 2)
     )
     whole = (lambda f: function(f.unsqueeze(-2).expand(*f.shape[:-1], 3, 2))) if several else function
@@ -351,7 +351,7 @@ def negative_binomial(f):
 def test_rounding_noise_is_no_density():
     """The log mass of 5 at r = 1e8 is 36.5 by torch in float32, and at r = 1e17 noise in float64."""
     for r, logit, known in ((8 * math.log(10), -18.0, True), (17 * math.log(10), -38.0, False)):
-        latent = FakeLatent(torch.tensor([[logit, r]]), 1e-12 * torch.eye(2)[None])
+        latent = dense_latent(torch.tensor([[logit, r]]), 1e-12 * torch.eye(2)[None])
         found = float(lw.FromDistribution(negative_binomial).predict(latent).log_prob(torch.tensor([5.0])))
         rate = math.exp(r + logit)  # so many failures make a Poisson
         assert (
@@ -390,7 +390,7 @@ class Plain(dist.Distribution):
 def test_log_densities_of_certain_outputs_are_those_of_the_family(function):
     outputs = torch.linspace(-1, 1, 5, dtype=F64)[:, None]
     y = function(outputs).sample()
-    found = lw.FromDistribution(function).predict(FakeLatent(outputs, torch.zeros(5, 1, 1).double())).log_prob(y)
+    found = lw.FromDistribution(function).predict(dense_latent(outputs, torch.zeros(5, 1, 1).double())).log_prob(y)
     torch.testing.assert_close(found, function(outputs).log_prob(y), rtol=1e-5, atol=1e-4)
 
 
@@ -513,13 +513,13 @@ def test_exp_of_a_gaussian_is_a_lognormal():
 
 def test_large_values_have_finite_moments():
     """Of a function of some outputs, and of one that is NaN only far from the mean."""
-    latent = FakeLatent(torch.tensor([[100.0, 1.0]]), 0.01 * torch.eye(2)[None])
+    latent = dense_latent(torch.tensor([[100.0, 1.0]]), 0.01 * torch.eye(2)[None])
     prediction = Gaussian(noise_variance=0.01).predict(latent)
     some = prediction.transformed(lambda y: torch.cat([y[..., :1], y[..., 1:].exp()], -1))
     low, high = some.interval(0.9)
     assert (high - low).isfinite().all()
     torch.testing.assert_close(some.mean, torch.tensor([[100.0, math.exp(1.01)]]), rtol=1e-5, atol=0)
-    far = Gaussian(noise_variance=0.5).predict(FakeLatent(torch.tensor([[5.0]]), torch.tensor([[[0.5]]])))
+    far = Gaussian(noise_variance=0.5).predict(dense_latent(torch.tensor([[5.0]]), torch.tensor([[[0.5]]])))
     y = far.sample(100_000)
     torch.testing.assert_close(far.transformed(torch.log).mean, y.log().mean(0), rtol=1e-3, atol=0)
     torch.testing.assert_close(far.transformed(torch.log).std, y.log().std(0), rtol=2e-2, atol=0)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import lapwing as lw
-from lapwing.covariance import Latent
+from lapwing.covariance import Latent, LatentDraws
 from lapwing.covariance.terms import DenseTerm, EigenTerm, FactoredTerm
 from lapwing.likelihoods import Categorical, LaplaceBridge, Probit, SampledLink
 from lapwing.likelihoods import links as links_module
-from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, random_latent
+from tests.likelihoods.latents import dense_latent, integral, marginal_latent, random_latent
 
 F64 = torch.float64
 SCALES = ["mean", "weighted", "class", "marginal"]
@@ -26,7 +26,7 @@ def test_sampled_link_is_unbiased(size, scale):
     latent = random_latent(size=size, scale=scale)
     probs = SampledLink(draws=200_000).log_probs(latent).exp()
     pairs = zip(latent.mean, latent.covariance, strict=True)
-    exact = torch.stack([gauss_hermite(lambda f: f.softmax(-1), *pair, 40) for pair in pairs])
+    exact = torch.stack([integral(lambda f: f.softmax(-1), *pair) for pair in pairs])
     torch.testing.assert_close(probs, exact, atol=5.5e-3, rtol=0)
     torch.testing.assert_close(probs.sum(-1), torch.ones(4, dtype=F64))
 
@@ -102,7 +102,7 @@ def test_centred_variance_of_every_term(terms):
 def test_bridge_inverts_the_bridge_of_a_dirichlet(size):
     """Laplace's approximation of Dirichlet(α) in the softmax basis has ``f ~ N(log α, diag 1/α)`` up to a constant."""
     alpha = 0.5 + 5 * torch.rand(6, size, generator=torch.Generator().manual_seed(0), dtype=F64)
-    latent = MarginalLatent(alpha.log() + 3.0, 1 / alpha)
+    latent = marginal_latent(alpha.log() + 3.0, 1 / alpha)
     torch.testing.assert_close(LaplaceBridge().concentration(latent), alpha)
     torch.testing.assert_close(LaplaceBridge().log_probs(latent).exp(), alpha / alpha.sum(-1, keepdim=True))
 
@@ -120,7 +120,7 @@ def test_bridge_formula():
 @pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(64)])
 def test_links_keep_log_accuracy_where_probabilities_underflow(link):
     mean = torch.tensor([[0.0, -60.0, -400.0]])
-    logs = link.log_probs(FakeLatent(mean, 1e-4 * torch.eye(3)[None]))
+    logs = link.log_probs(dense_latent(mean, 1e-4 * torch.eye(3)[None]))
     assert logs.isfinite().all()
     assert logs.argmax(-1).item() == 0
     if not isinstance(link, LaplaceBridge):
@@ -131,7 +131,7 @@ def test_links_keep_log_accuracy_where_probabilities_underflow(link):
 
 @pytest.mark.parametrize("link", [Probit(), Probit("weighted"), Probit("class"), LaplaceBridge()])
 def test_zero_variance_is_finite_and_ordered(link):
-    logs = link.log_probs(MarginalLatent(torch.tensor([[1.0, 0.0, -2.0]]), torch.zeros(1, 3)))
+    logs = link.log_probs(marginal_latent(torch.tensor([[1.0, 0.0, -2.0]]), torch.zeros(1, 3)))
     assert logs.isfinite().all()
     assert logs[0].argsort(descending=True).tolist() == [0, 1, 2]
 
@@ -141,7 +141,7 @@ def test_links_are_differentiable_in_mean_and_covariance(link):
     latent = random_latent(batch=2, size=3)
 
     def log_probs(mean, root):
-        return link.log_probs(FakeLatent(mean, root @ root.mT))
+        return link.log_probs(dense_latent(mean, root @ root.mT))
 
     root = torch.linalg.cholesky(latent.covariance)
     assert torch.autograd.gradcheck(log_probs, (latent.mean.requires_grad_(), root.requires_grad_()))
@@ -150,22 +150,22 @@ def test_links_are_differentiable_in_mean_and_covariance(link):
 @pytest.mark.parametrize("link", [Probit(), LaplaceBridge(), SampledLink(8)])
 def test_half_precision_latents_are_worked_on_in_float32(link):
     draws = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    latent = FakeDraws(draws) if isinstance(link, SampledLink) else MarginalLatent(draws[0], draws[1].abs())
+    latent = LatentDraws(draws) if isinstance(link, SampledLink) else marginal_latent(draws[0], draws[1].abs())
     assert link.log_probs(latent).dtype == torch.float32
 
 
 def test_sampled_link_averages_the_weight_draws():
     draws = torch.randn(7, 4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
-    prediction = Categorical().predict(FakeDraws(draws))
+    prediction = Categorical().predict(LatentDraws(draws))
     assert prediction.link == SampledLink()
     torch.testing.assert_close(prediction.probs, draws.softmax(-1).mean(0))
 
 
 def test_chunks_do_not_change_the_average(monkeypatch):
     draws = torch.randn(7, 4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
-    whole = SampledLink().log_probs(FakeDraws(draws))
+    whole = SampledLink().log_probs(LatentDraws(draws))
     monkeypatch.setattr(links_module, "_DRAWN_NUMBERS", 24)
-    torch.testing.assert_close(SampledLink().log_probs(FakeDraws(draws)), whole)
+    torch.testing.assert_close(SampledLink().log_probs(LatentDraws(draws)), whole)
 
 
 def of_three_classes(excluded=0, value=0.0, moves=False):
@@ -193,7 +193,7 @@ def test_classes_that_cannot_be_change_no_probability(excluded, value, moves, he
     forward = of_three_classes(excluded, value, moves)
     masked = lw.fit(model, (x[:40], labels[:40]), lw.KFAC(), forward=forward, **options_of_all)
     assert masked.prior_precision == pytest.approx(alone.prior_precision, rel=1e-3)
-    links = [lw.LaplaceBridge(), *(lw.Probit(scale=scale) for scale in ("mean", "weighted", "class", "marginal"))]
+    links = [LaplaceBridge(), *map(Probit, SCALES)]
     kept = [0, 1 + excluded, 2 + excluded]
     for link in links:
         probs = masked.predict(x, link=link).probs
@@ -255,9 +255,7 @@ def test_masks_that_the_first_samples_do_not_show(value):
     loader = [(x[:10], allowed[:10], y[:10]), (x[10:], allowed[10:], y[10:])]
     posterior = lw.fit(model, loader, lw.Full(), prior_precision=1.0, forward=forward)
     latent = posterior.latent((x, torch.ones_like(allowed)))
-    two = lw.likelihoods.Categorical().predict(
-        lw.covariance.Latent(latent.mean[10:, :2], (DenseTerm(latent.covariance[10:, :2, :2]),))
-    )
+    two = Categorical().predict(dense_latent(latent.mean[10:, :2], latent.covariance[10:, :2, :2]))
     probs = posterior.predict((x, allowed)).probs
     torch.testing.assert_close(probs[10:, :2], two.probs, rtol=0.0, atol=1e-5)
     assert probs[10:, 2].max() == 0

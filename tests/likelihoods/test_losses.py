@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lapwing as lw
+from lapwing.covariance import LatentDraws
 from tests import oracle
 from tests.conformance import close
-from tests.likelihoods.fakes import FakeDraws
 
 F64 = torch.float64
 W = [0.5, 3.0, 1.5]
@@ -134,7 +134,7 @@ def test_missing_targets_have_the_density_of_the_known_ones():
     close(likelihood.log_likelihood(posterior.statistics), likelihood.log_prob(f, y).sum())
     logs, drawn = posterior.predict(x).log_prob(y), torch.randn(5, 24, 2, dtype=F64)
     means = likelihood.log_power_mean(f, covariance, y, 1.0)
-    mixed = likelihood.predict(FakeDraws(drawn)).log_prob(y)
+    mixed = likelihood.predict(LatentDraws(drawn)).log_prob(y)
     for n in range(24):
         at, k = known[n], int(known[n].sum())
         if not k:

@@ -11,7 +11,7 @@ from torch import nn
 import lapwing as lw
 import lapwing.fitting.fit_data
 from tests.conformance import close
-from tests.likelihoods.fakes import random_latent
+from tests.likelihoods.latents import random_latent
 from tests.zoo_modules import Net
 
 F64 = torch.float64

@@ -11,13 +11,14 @@ from scipy import integrate, stats
 from torch import distributions as dist
 
 import lapwing as lw
-from lapwing.covariance import JointLatent, Latent, LatentDraws, LinearDraws
+from lapwing.covariance import JointLatent, LatentDraws, LinearDraws
 from lapwing.covariance.latent import SelectedLatent
 from lapwing.covariance.terms import DenseTerm
 from lapwing.likelihoods import HeteroscedasticGaussian, MixturePrediction, Poisson
 from lapwing.likelihoods.ensemble import mixed
 from lapwing.likelihoods.regression import RegressionPrediction
 from lapwing.likelihoods.student import noise_nodes, student_normals
+from tests.likelihoods.latents import dense_latent
 
 F64 = torch.float64
 NOISE = 0.5
@@ -32,7 +33,7 @@ def latent_of(kind, size=2, batch=3):
     mean, root, draws = random(batch, size), random(batch * size, batch * size, seed=1), random(9, batch, size, seed=2)
     covariance = (root @ root.T / size).reshape(batch, size, batch, size)
     return {
-        "dense": lambda: Latent(mean, (DenseTerm(covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)),)),
+        "dense": lambda: dense_latent(mean, covariance.diagonal(dim1=0, dim2=2).movedim(-1, 0)),
         "joint": lambda: JointLatent(mean, covariance),
         "draws": lambda: LatentDraws(draws),
         "joint draws": lambda: LatentDraws(draws, joint=True),
@@ -171,12 +172,12 @@ def test_density_of_several_outputs_against_all_combinations(kind, size, atol):
 def test_independent_outputs_have_the_product_of_densities():
     """Exact for 8 outputs: the marginals of one output, and their sum of logarithms."""
     mean, variances = random(3, 8), random(3, 8, seed=1).square()
-    prediction = RegressionPrediction(Latent(mean, (DenseTerm(variances.diag_embed()),)), NOISE, df=3.0)
+    prediction = RegressionPrediction(dense_latent(mean, variances.diag_embed()), NOISE, df=3.0)
     y = prediction.sample(1)[0]
     alone = [
-        RegressionPrediction(
-            Latent(mean[:, c : c + 1], (DenseTerm(variances[:, c : c + 1, None]),)), NOISE, df=3.0
-        ).log_prob(y[:, c])
+        RegressionPrediction(dense_latent(mean[:, c : c + 1], variances[:, c : c + 1, None]), NOISE, df=3.0).log_prob(
+            y[:, c]
+        )
         for c in range(8)
     ]
     torch.testing.assert_close(prediction.log_prob(y), torch.stack(alone).sum(0))
@@ -295,7 +296,7 @@ def test_ensembles_of_student_t_noise(kind, size):
 
 def real_predictions():
     mean, root = random(3, 2), random(3, 2, 2, seed=1)
-    latent = Latent(mean, (DenseTerm(root @ root.mT),))
+    latent = dense_latent(mean, root @ root.mT)
     gamma = dist.Gamma(1 + random(3, 5, 2).square(), torch.ones(3, 5, 2, dtype=F64))
     normals = dist.Normal(random(3, 5, 2), 0.1 + random(3, 5, 2, seed=1).square())
     regression = prediction_of("dense", 8.0)
@@ -376,7 +377,7 @@ def test_positions_have_the_shape_of_the_outputs():
 @pytest.mark.parametrize("df", [3.0, 10.0])
 def test_against_the_exact_student_t(df, ratio):
     """The convolution of a Student t and a normal, integrated by scipy."""
-    latent = Latent(torch.zeros(1, 1, dtype=F64), (DenseTerm(torch.full((1, 1, 1), ratio, dtype=F64)),))
+    latent = dense_latent(torch.zeros(1, 1, dtype=F64), torch.full((1, 1, 1), ratio, dtype=F64))
     prediction = RegressionPrediction(latent, 1.0, df=df)
     noise = stats.t(df, scale=math.sqrt(1 - 2 / df))
     nodes = torch.linspace(-8, 8, 401, dtype=F64)
@@ -405,7 +406,7 @@ def test_against_the_exact_student_t(df, ratio):
 
 def test_float32_and_bfloat16():
     for dtype in (torch.float32, torch.bfloat16):
-        latent = Latent(random(3, 2).to(dtype), (DenseTerm(torch.eye(2).expand(3, 2, 2).to(dtype)),))
+        latent = dense_latent(random(3, 2).to(dtype), torch.eye(2).expand(3, 2, 2).to(dtype))
         prediction = RegressionPrediction(latent, NOISE, df=4.0)
         y = random(3, 2).to(dtype)
         mixture = mixed((prediction, prediction))

@@ -12,7 +12,8 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
-from tests.likelihoods.fakes import FakeDraws, MarginalLatent
+from lapwing.covariance import LatentDraws
+from tests.likelihoods.latents import marginal_latent
 from tests.refilling import Refilling
 
 MEANS, VARIANCES = (-2.0, 0.5, 3.0, 7.0), (1e-6, 0.01, 0.3, 4.0)
@@ -20,7 +21,7 @@ MEANS, VARIANCES = (-2.0, 0.5, 3.0, 7.0), (1e-6, 0.01, 0.3, 4.0)
 
 def pairs():
     mean, variance = torch.meshgrid(torch.tensor(MEANS), torch.tensor(VARIANCES), indexing="ij")
-    return MarginalLatent(mean.flatten()[:, None].double(), variance.flatten()[:, None].double())
+    return marginal_latent(mean.flatten()[:, None].double(), variance.flatten()[:, None].double())
 
 
 def dense(mean, variance, count):
@@ -46,10 +47,10 @@ def test_intervals_are_the_quantiles_of_sums():
     high = lw.Poisson().predict(latent).interval(0.9)[1]
     torch.testing.assert_close(high[-1].log(), 7 + 1.6449 * 2 * torch.ones(1).double(), rtol=1e-4, atol=0)
     keep = (latent.mean[:, 0] < 5) & (latent.variance[:, 0] < 1)
-    latent = MarginalLatent(latent.mean[keep], latent.variance[keep])
+    latent = marginal_latent(latent.mean[keep], latent.variance[keep])
     prediction = lw.Poisson().predict(latent)
     counts = torch.arange(3000.0).double()
-    many = lw.Poisson().predict(MarginalLatent(latent.mean.expand(-1, 3000), latent.variance.expand(-1, 3000)))
+    many = lw.Poisson().predict(marginal_latent(latent.mean.expand(-1, 3000), latent.variance.expand(-1, 3000)))
     logs = many.distribution().base_dist.log_prob(counts.expand(len(latent.mean), -1))  # at nodes, good enough here
     below = logs.exp().cumsum(-1)
     for end, share in zip(prediction.interval(0.9), (0.05, 0.95), strict=True):
@@ -59,7 +60,7 @@ def test_intervals_are_the_quantiles_of_sums():
 
 def test_weight_draws_are_a_mixture():
     draws = torch.randn(7, 3, 2, generator=torch.Generator().manual_seed(0)).double()
-    prediction = lw.Poisson().predict(FakeDraws(draws))
+    prediction = lw.Poisson().predict(LatentDraws(draws))
     family = dist.MixtureSameFamily(dist.Categorical(torch.ones(3, 2, 7)), dist.Poisson(draws.movedim(0, -1).exp()))
     y = torch.tensor([[0, 2], [1, 1], [5, 0]])
     torch.testing.assert_close(prediction.log_prob(y), family.log_prob(y.double()).sum(-1))
@@ -76,11 +77,11 @@ ALPHA = 0.7
 def noisy(latent):
     """The latent of `f + log ε`, as the definition has it."""
     spread = math.log1p(ALPHA)
-    return MarginalLatent(latent.mean - spread / 2, latent.variance + spread)
+    return marginal_latent(latent.mean - spread / 2, latent.variance + spread)
 
 
 def test_dispersed_counts_have_the_same_mean_and_more_variance():
-    latent = MarginalLatent(torch.tensor([[0.5], [2.0]]).double(), torch.tensor([[0.1], [0.3]]).double())
+    latent = marginal_latent(torch.tensor([[0.5], [2.0]]).double(), torch.tensor([[0.1], [0.3]]).double())
     plain, prediction = lw.Poisson().predict(latent), lw.Poisson(dispersion=ALPHA).predict(latent)
     same = lw.Poisson().predict(noisy(latent))
     torch.testing.assert_close(prediction.mean, plain.mean)
@@ -106,9 +107,9 @@ def test_moments_are_those_of_draws(dispersion, outputs):
 
 def test_weight_draws_of_dispersed_counts():
     few, y = 0.5 * torch.randn(5, 2, 1).double(), torch.tensor([[3.0], [0.0]])
-    mixture = lw.Poisson(dispersion=ALPHA).predict(FakeDraws(few))
+    mixture = lw.Poisson(dispersion=ALPHA).predict(LatentDraws(few))
     torch.testing.assert_close(mixture.mean, few.exp().mean(0))
-    each = [lw.Poisson().predict(noisy(MarginalLatent(one, torch.zeros_like(one)))).log_prob(y) for one in few]
+    each = [lw.Poisson().predict(noisy(marginal_latent(one, torch.zeros_like(one)))).log_prob(y) for one in few]
     wanted = torch.stack(each).logsumexp(0) - math.log(5)
     torch.testing.assert_close(mixture.log_prob(y), wanted, rtol=0, atol=0.03)  # 16 rates for each draw
 
@@ -261,7 +262,7 @@ def test_an_update_keeps_the_dispersion_that_held_out_counts_chose():
 )
 def test_the_distribution_of_large_counts_is_no_comb(mean, std, alpha):
     """Its rates lie closer than the standard deviation of a count."""
-    latent = MarginalLatent(torch.full((40, 1), mean).double(), torch.full((40, 1), std**2).double())
+    latent = marginal_latent(torch.full((40, 1), mean).double(), torch.full((40, 1), std**2).double())
     prediction = lw.Poisson(dispersion=alpha).predict(latent)
     y = torch.linspace(0, 2 * math.exp(mean + std), 40).double().round()[:, None]
     torch.testing.assert_close(prediction.distribution().log_prob(y), prediction.log_prob(y), rtol=1e-6, atol=1e-6)

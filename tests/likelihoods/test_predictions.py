@@ -9,6 +9,7 @@ import torch
 from scipy.stats import multivariate_normal, norm
 from torch import distributions as dist
 
+from lapwing.covariance import JointLatent, LatentDraws
 from lapwing.likelihoods import (
     Bernoulli,
     Categorical,
@@ -23,14 +24,14 @@ from lapwing.likelihoods import (
     SampledLink,
 )
 from lapwing.likelihoods.mixtures import mixture_quantile
-from tests.likelihoods.fakes import FakeDraws, FakeLatent, MarginalLatent, gauss_hermite, joint_latent, random_latent
+from tests.likelihoods.latents import dense_latent, integral, joint_latent, marginal_latent, random_latent
 
 F64 = torch.float64
 
 
 def some_draws(count=9, batch=3, size=2, seed=0, joint=False):
     generator = torch.Generator().manual_seed(seed)
-    return FakeDraws(2 * torch.randn(count, batch, size, generator=generator, dtype=F64), joint)
+    return LatentDraws(2 * torch.randn(count, batch, size, generator=generator, dtype=F64), joint)
 
 
 # ---- every likelihood
@@ -66,7 +67,7 @@ def test_predictions_are_differentiable(likelihood, targets, draws):
     latent = random_latent(batch=2, size=2)
 
     def numbers(mean, root):
-        made = FakeDraws(mean + root) if draws else FakeLatent(mean, root @ root.mT)
+        made = LatentDraws(mean + root) if draws else dense_latent(mean, root @ root.mT)
         prediction = likelihood.predict(made)
         if likelihood.name in ("categorical", "bernoulli"):
             more = (prediction.confidence, prediction.entropy(), prediction.mutual_information(100))
@@ -97,7 +98,7 @@ def test_class_prediction_numbers():
 
 
 def test_entropy_is_finite_at_certainty():
-    latent = MarginalLatent(torch.tensor([[300.0, 0.0]], requires_grad=True), torch.zeros(1, 2))
+    latent = marginal_latent(torch.tensor([[300.0, 0.0]], requires_grad=True), torch.zeros(1, 2))
     entropy = Categorical().predict(latent).entropy()
     entropy.sum().backward()
     assert entropy.item() == pytest.approx(0, abs=1e-6)
@@ -108,10 +109,10 @@ def test_labels_of_a_joint_latent_are_drawn_together():
     """Two inputs with the same uncertain logits: their labels agree more often than independent labels."""
     block = 4 * torch.eye(2, dtype=F64)
     covariance = block[None, :, None, :].expand(2, 2, 2, 2) + 1e-6 * torch.eye(4, dtype=F64).reshape(2, 2, 2, 2)
-    latent = FakeLatent(torch.zeros(2, 2, dtype=F64), covariance, joint=True)
+    latent = JointLatent(torch.zeros(2, 2, dtype=F64), covariance)
     labels = Categorical().predict(latent).sample(20_000)
     agreement = (labels[:, 0] == labels[:, 1]).double().mean()
-    exact = gauss_hermite(lambda f: f.softmax(-1).square().sum(-1), torch.zeros(2, dtype=F64), block)
+    exact = integral(lambda f: f.softmax(-1).square().sum(-1), torch.zeros(2, dtype=F64), block)
     assert labels.shape == (20_000, 2)
     assert float(agreement) == pytest.approx(float(exact), abs=0.018)
     assert float(exact) > 0.6
@@ -127,8 +128,8 @@ def test_mutual_information_of_a_gaussian_latent_against_integration(link):
         return torch.special.entr(probs).sum(-1)
 
     for value, mean, covariance in zip(information, latent.mean, latent.covariance, strict=True):
-        average = gauss_hermite(lambda f: f.softmax(-1), mean, covariance)
-        inside = gauss_hermite(lambda f: entropy(f.softmax(-1)), mean, covariance)
+        average = integral(lambda f: f.softmax(-1), mean, covariance)
+        inside = integral(lambda f: entropy(f.softmax(-1)), mean, covariance)
         assert float(value) == pytest.approx(float(entropy(average) - inside), abs=0.01)
 
 
@@ -148,7 +149,7 @@ def test_mutual_information_limits_and_randomness():
     first = prediction.mutual_information(draws=64)
     assert torch.equal(first, prediction.mutual_information(draws=64))
     assert not torch.equal(first, prediction.mutual_information(draws=64, generator=torch.Generator().manual_seed(3)))
-    certain = FakeDraws(torch.zeros(4, 2, 3) + torch.tensor([5.0, 0.0, -80.0]))
+    certain = LatentDraws(torch.zeros(4, 2, 3) + torch.tensor([5.0, 0.0, -80.0]))
     assert (Categorical().predict(certain).mutual_information() < 1e-12).all()
     assert (first >= 0).all()
     assert (first <= math.log(3)).all()
@@ -176,7 +177,7 @@ def test_log_prob_survives_a_tiny_noise_in_float32():
     """Two almost perfectly correlated outputs and σ² = 1e-4: float32 would lose the digits in its Cholesky factor."""
     covariance = torch.tensor([[[1.0, 0.9999], [0.9999, 1.0]]])
     targets = torch.tensor([[0.1, 0.11]])
-    value = Gaussian(1e-4).predict(FakeLatent(torch.zeros(1, 2), covariance)).log_prob(targets)
+    value = Gaussian(1e-4).predict(dense_latent(torch.zeros(1, 2), covariance)).log_prob(targets)
     exact = multivariate_normal([0, 0], covariance[0].double().numpy() + 1e-4 * torch.eye(2).double().numpy())
     assert value.dtype == torch.float32
     assert float(value) == pytest.approx(exact.logpdf(targets[0].double()), rel=1e-5)
@@ -187,7 +188,7 @@ def test_joint_latent_separate_log_probs_and_joint_distribution():
     prediction = Gaussian(0.3).predict(latent)
     targets = torch.randn(3, 2, dtype=F64)
     blocks = torch.stack([latent.covariance[b, :, b] for b in range(3)])
-    separate = Gaussian(0.3).predict(FakeLatent(latent.mean, blocks))
+    separate = Gaussian(0.3).predict(dense_latent(latent.mean, blocks))
     torch.testing.assert_close(prediction.log_prob(targets), separate.log_prob(targets))
     whole = prediction.distribution()
     assert whole.event_shape == (6,)
@@ -250,7 +251,7 @@ def test_the_crps_of_narrow_draws_is_that_of_points():
     draws, y = torch.randn(20, 3, 2, generator=torch.Generator().manual_seed(0)).double(), torch.randn(3, 2).double()
     draws[0] = 1e4
     wanted = (draws - y).abs().mean(0) - (draws - draws[:, None]).abs().mean((0, 1)) / 2
-    torch.testing.assert_close(Gaussian(1e-18).predict(FakeDraws(draws)).crps(y), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(Gaussian(1e-18).predict(LatentDraws(draws)).crps(y), wanted, rtol=1e-6, atol=0)
 
 
 def test_joint_draws_make_one_mixture_over_all_inputs():

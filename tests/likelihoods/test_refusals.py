@@ -12,6 +12,7 @@ from torch import distributions as dist
 from torch import nn
 
 import lapwing as lw
+from lapwing.covariance import LatentDraws
 from lapwing.data.batches import packed
 from lapwing.likelihoods import (
     Bernoulli,
@@ -25,7 +26,7 @@ from lapwing.likelihoods import (
     register_likelihood,
     resolve,
 )
-from tests.likelihoods.fakes import FakeDraws, FakeLatent, joint_latent, random_latent
+from tests.likelihoods.latents import dense_latent, joint_latent, random_latent
 from tests.likelihoods.test_censored import KNOWN
 from tests.likelihoods.test_censored import X as INPUTS
 from tests.likelihoods.test_divergence import CASES as POWER_MEANS
@@ -146,7 +147,7 @@ REFUSED = [
     *((lambda y=y: fit_intervals(y), "do not determine the noise variance")  # the outputs miss all, or none
       for y in (BELOW, -BELOW.flip(1), KNOWN[:, :1] + torch.tensor([-100.0, 100.0]))),
     # links and draws
-    (lambda: Categorical().predict(FakeDraws(torch.zeros(5, 4, 3)), Probit()),
+    (lambda: Categorical().predict(LatentDraws(torch.zeros(5, 4, 3)), Probit()),
      "categorical … weight draws … link=Probit(scale='mean'). Write link=lw.SampledLink()"),
     (lambda: Categorical().predict(LATENT, ExactLink()),
      "a Gaussian latent … lw.LaplaceBridge() or lw.Quadrature() or lw.SampledLink()"),
@@ -190,7 +191,7 @@ REFUSED = [
     (lambda: transformed(lambda y: (y - y.mean(0)) / y.std(0)), "mixes outputs or inputs"),
     (lambda: transformed(lambda y: y.flip(0)), "mixes outputs or inputs"),
     (lambda: Poisson().predict(LATENT).transformed(torch.exp), "function(prediction.sample"),
-    (lambda: Gaussian(0.01).predict(FakeLatent(torch.tensor([[100.0]]), torch.ones(1, 1, 1))).transformed(torch.exp),
+    (lambda: Gaussian(0.01).predict(dense_latent(torch.tensor([[100.0]]), torch.ones(1, 1, 1))).transformed(torch.exp),
      "is NaN or infinite in torch.float32 … or use draws"),
     # families of torch.distributions
     (lambda: lw.FromDistribution(dist.Normal(0.0, 1.0)), "function must be a function from outputs to a"),
