@@ -183,22 +183,6 @@ def test_log_prob_survives_a_tiny_noise_in_float32():
     assert float(value) == pytest.approx(exact.logpdf(targets[0].double()), rel=1e-5)
 
 
-def test_joint_latent_separate_log_probs_and_joint_distribution():
-    latent = joint_latent(batch=3, size=2)
-    prediction = Gaussian(0.3).predict(latent)
-    targets = torch.randn(3, 2, dtype=F64)
-    blocks = torch.stack([latent.covariance[b, :, b] for b in range(3)])
-    separate = Gaussian(0.3).predict(dense_latent(latent.mean, blocks))
-    torch.testing.assert_close(prediction.log_prob(targets), separate.log_prob(targets))
-    whole = prediction.distribution()
-    assert whole.event_shape == (6,)
-    dense = latent.covariance.reshape(6, 6) + 0.3 * torch.eye(6, dtype=F64)
-    exact = multivariate_normal(latent.mean.flatten(), dense.numpy()).logpdf(targets.flatten())
-    assert float(whole.log_prob(targets.flatten())) == pytest.approx(exact)
-    draws = prediction.sample(100_000).flatten(1)
-    torch.testing.assert_close(draws.T.cov(), dense, atol=0.06, rtol=0)
-
-
 # ---- regression, weight draws
 
 
@@ -213,19 +197,6 @@ def test_mixture_log_prob_against_brute_force(noise):
     torch.testing.assert_close(prediction.distribution().log_prob(targets), value)
     far = prediction.log_prob(targets + 1e4)  # underflows outside log space
     assert far.isfinite().all()
-
-
-@pytest.mark.parametrize("level", [0.5, 0.9, 0.999])
-@pytest.mark.parametrize("noise", [1e-4, 10.0, [0.1, 0.5]])
-def test_mixture_interval_is_exact(level, noise):
-    latent = some_draws()
-    lower, upper = Gaussian(noise).predict(latent).interval(level)
-
-    def below(y):
-        return torch.special.ndtr((y - latent.draws) / torch.tensor(noise, dtype=F64).sqrt()).mean(0)
-
-    torch.testing.assert_close(below(lower), torch.full((3, 2), 0.5 - 0.5 * level, dtype=F64), atol=1e-9, rtol=0)
-    torch.testing.assert_close(below(upper), torch.full((3, 2), 0.5 + 0.5 * level, dtype=F64), atol=1e-9, rtol=0)
 
 
 def test_mixture_quantile_between_far_components_stays_in_its_bracket():
@@ -252,16 +223,6 @@ def test_the_crps_of_narrow_draws_is_that_of_points():
     draws[0] = 1e4
     wanted = (draws - y).abs().mean(0) - (draws - draws[:, None]).abs().mean((0, 1)) / 2
     torch.testing.assert_close(Gaussian(1e-18).predict(LatentDraws(draws)).crps(y), wanted, rtol=1e-6, atol=0)
-
-
-def test_joint_draws_make_one_mixture_over_all_inputs():
-    latent = some_draws(joint=True)
-    prediction = Gaussian(0.3).predict(latent)
-    targets = torch.randn(3, 2, dtype=F64)
-    densities = [multivariate_normal(draw.flatten(), 0.3).pdf(targets.flatten()) for draw in latent.draws]
-    value = prediction.distribution().log_prob(targets.flatten())
-    assert float(value) == pytest.approx(math.log(sum(densities) / len(densities)))
-    assert prediction.sample(5).shape == (5, 3, 2)
 
 
 # ---- mixtures of any family
