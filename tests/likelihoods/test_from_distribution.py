@@ -235,14 +235,6 @@ def test_a_mixture_of_several_supports_is_fitted_and_tuned(caplog):
     assert "tensor(" not in str(refused.value)
 
 
-def test_a_distribution_without_gradients_is_refused_in_a_sentence():
-    for function in (lambda f: dist.Normal(f.detach()[..., 0], 1.0), lambda f: dist.Normal(0 * f[..., 0].numpy(), 1.0)):
-        with pytest.raises(lw.LapwingError, match="FromDistribution\\(<lambda>, draws=256\\)"):
-            fitted(lw.FromDistribution(lambda f, function=function: function(f)), torch.randn(60), outputs=1)
-    with pytest.raises(lw.LapwingError, match="has no gradient by the outputs f"):
-        fitted(lw.FromDistribution(lambda f: dist.Normal(f.detach()[..., 0], 1.0)), torch.randn(60), outputs=1)
-
-
 class Unpacked(dist.Normal):
     """A distribution whose `log_prob` reads two columns, although its draws have one."""
 

@@ -20,6 +20,8 @@ X = torch.randn(30, 3, dtype=F64)
 Y = {"kind": torch.arange(30) % 3, "box": torch.randn(30, 2, dtype=F64)}
 OUTPUTS = {"kind": slice(0, 3), "box": [4, 3]}  # output 4 is for column 0
 JOINT = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian(0.3)}, outputs=OUTPUTS)
+OPEN = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
+"""The same heads with a noise that a fit finds."""
 
 
 def network(outputs=5):
@@ -106,8 +108,7 @@ def overconfident():
 
 def test_held_out_data_calibrate_each_head_as_a_fit_of_its_own():
     model, y = overconfident()
-    joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
-    posterior = fitted(model, joint=joint, validation=(HELD_OUT, y))
+    posterior = fitted(model, joint=OPEN, validation=(HELD_OUT, y))
     kind = lw.fit(model.kind, (X, Y["kind"]), lw.Full(), prior_precision=2.0, validation=(HELD_OUT, y["kind"]))
     heads, residual = posterior.likelihood.likelihoods, posterior.likelihood.estimated["box"]
     assert 1 < heads["kind"].logit_temperature == pytest.approx(kind.logit_temperature)
@@ -134,30 +135,28 @@ def test_held_out_data_calibrate_each_head_as_a_fit_of_its_own():
 
 def test_prior_precisions_are_compared_at_the_best_numbers_of_the_heads(reloaded):
     model, y = overconfident()
-    joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
     tune = lw.Validation((HELD_OUT, y), decades=(-1.0, 3.0), points=5, tolerance=0)
     scores = {}
     for delta in (0.1, 1.0, 10.0, 100.0, 1000.0):
-        given = fitted(model, joint=joint, prior_precision=delta, tune=tune)
+        given = fitted(model, joint=OPEN, prior_precision=delta, tune=tune)
         scores[float(given.predict(HELD_OUT).log_prob(y).mean())] = given
-    best, chosen = scores[max(scores)], fitted(model, joint=joint, prior_precision=None, tune=tune)
+    best, chosen = scores[max(scores)], fitted(model, joint=OPEN, prior_precision=None, tune=tune)
     assert chosen.prior_precision == pytest.approx(best.prior_precision)
     assert chosen.likelihood.head_numbers == {
         key: pytest.approx(numbers) for key, numbers in best.likelihood.head_numbers.items()
     }
-    again = reloaded(chosen, model, likelihood=joint)
+    again = reloaded(chosen, model, likelihood=OPEN)
     assert again.likelihood.head_numbers == chosen.likelihood.head_numbers
     more = again.update((X, Y), tune=tune)  # the noise and T are chosen again
     assert all(more.likelihood.likelihoods[key] != chosen.likelihood.likelihoods[key] for key in OUTPUTS)
-    untempered = fitted(model, joint=joint, tune=lw.Validation((HELD_OUT, y), tempered=False))
+    untempered = fitted(model, joint=OPEN, tune=lw.Validation((HELD_OUT, y), tempered=False))
     assert untempered.likelihood.likelihoods["kind"].logit_temperature == 1
-    field = lw.fit(model, (X, Y), lw.MeanField(steps=2), likelihood=joint, validation=(HELD_OUT, y))
+    field = lw.fit(model, (X, Y), lw.MeanField(steps=2), likelihood=OPEN, validation=(HELD_OUT, y))
     assert field.likelihood.likelihoods["kind"].logit_temperature > 1
 
 
 def test_loaders_that_refill_their_buffers_and_frozen_layers_give_the_same_heads():
     model, y = overconfident()
-    joint = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS)
     for parameter in model.kind[0].parameters():
         parameter.requires_grad_(False)
     y["kind"] = torch.where(torch.arange(40) < 10, torch.nan, y["kind"].double())  # unknown in the first batch
@@ -165,7 +164,7 @@ def test_loaders_that_refill_their_buffers_and_frozen_layers_give_the_same_heads
     train = [(X[part], {key: value[part] for key, value in Y.items()}) for part in rows[:3]]
     held_out = [(HELD_OUT[part], {key: value[part] for key, value in y.items()}) for part in rows]
     fits = [
-        lw.fit(model, kind(train), lw.KFAC(), likelihood=joint, validation=kind(held_out)) for kind in (list, Refilling)
+        lw.fit(model, kind(train), lw.KFAC(), likelihood=OPEN, validation=kind(held_out)) for kind in (list, Refilling)
     ]
     assert fits[0].likelihood.head_numbers == fits[1].likelihood.head_numbers
     torch.testing.assert_close(fits[0].latent(X).covariance, fits[1].latent(X).covariance)
@@ -183,29 +182,27 @@ def test_held_out_data_need_no_target_of_a_head_whose_numbers_are_given():
 
 
 def test_open_noise_tuning_and_file(tmp_path):
-    joint, model = lw.Joint({"kind": lw.Categorical(), "box": lw.Gaussian()}, outputs=OUTPUTS), network()
+    model = network()
     residual = (model(X)[:, [4, 3]] - Y["box"]).detach().square()
     loader = [
         (X[:20], {key: y[:20] for key, y in Y.items()}),
         {"x": X[20:], "y": {key: y[20:] for key, y in Y.items()}},
     ]
     posterior = lw.fit(
-        model, loader, likelihood=joint, forward=lambda model, x: model(x["x"] if isinstance(x, dict) else x)
+        model, loader, likelihood=OPEN, forward=lambda model, x: model(x["x"] if isinstance(x, dict) else x)
     )
     assert posterior.likelihood.estimated == {"box": pytest.approx(float(residual.mean()))}
     assert posterior.likelihood.likelihoods["box"].noise_variance == pytest.approx(float(residual.mean()))
-    held_out = fitted(
-        model, joint=joint, prior_precision=None, validation=(X[:9], {key: y[:9] for key, y in Y.items()})
-    )
+    held_out = fitted(model, joint=OPEN, prior_precision=None, validation=(X[:9], {key: y[:9] for key, y in Y.items()}))
     assert held_out.likelihood.estimated == {"box": pytest.approx(float(residual[:9].mean()))}
-    assert fitted(model, joint=joint, prior_precision=None, tune=lw.Evidence()).prior_precision > 0
+    assert fitted(model, joint=OPEN, prior_precision=None, tune=lw.Evidence()).prior_precision > 0
     held_out.save(tmp_path / "joint.safetensors")
-    again = lw.load(tmp_path / "joint.safetensors", model, likelihood=joint)  # whose noise is open
+    again = lw.load(tmp_path / "joint.safetensors", model, likelihood=OPEN)  # whose noise is open
     torch.testing.assert_close(again.predict(X)["box"].std, held_out.predict(X)["box"].std)
     other = lw.Joint({"kind": lw.Categorical(), "size": lw.Gaussian()}, {"kind": slice(0, 3), "size": [4, 3]})
     with pytest.raises(lw.LapwingError, match=r"heads \['box', 'kind'\], and Joint has \['kind', 'size'\]"):
         lw.load(tmp_path / "joint.safetensors", model, likelihood=other)
-    weighted = lw.fit(model, [(X, Y, torch.ones(30))], lw.Full(), likelihood=joint, sample_weights=True)
+    weighted = lw.fit(model, [(X, Y, torch.ones(30))], lw.Full(), likelihood=OPEN, sample_weights=True)
     assert math.isfinite(weighted.log_marginal_likelihood())
 
 

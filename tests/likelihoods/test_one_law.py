@@ -440,10 +440,3 @@ def test_results_are_differentiable(kind):
         crps = replace(whole, latent=replace(latent, mean=leaf)).crps(y).sum()
         (gradient,) = torch.autograd.grad(crps, leaf)
         torch.testing.assert_close(gradient, 1 - 2 * whole.pit(y))  # d/dm ∫ (F(t - m) - 1[t ≥ y])² dt
-
-
-def test_probabilities_are_checked():
-    for prediction in (prediction_of(), prediction_of("dense", None).scaled(1.0, 2.0)):
-        for wrong in (0, 1, 90, "0.5", None, math.nan, [0.5]):
-            with pytest.raises(ValueError, match=r"probability of quantile\(\) is .*Pass a number between 0 and 1"):
-                prediction.quantile(wrong)

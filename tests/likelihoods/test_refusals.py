@@ -179,6 +179,9 @@ REFUSED = [
       for shape in ((3,), (1, 4), ())),
     (lambda: normals(False)[0].log_prob(torch.zeros(4, 2)), "shape (4,) … (4, 2) … density="),
     (lambda: normals(False)[0].interval(90), "between 0 and 1"),
+    *((lambda wrong=wrong: normals(False)[0].quantile(wrong),
+       f"The probability of quantile() is {wrong!r}. Pass a number between 0 and 1")
+      for wrong in (0, 1, 90, "0.5", None, NAN, [0.5])),
     (lambda: MixturePrediction(dist.Categorical(torch.ones(50, 6, 3))), "ClassPrediction.mixture"),
     # functions of y
     (lambda: transformed(torch.cos), "is not monotone"),
@@ -204,6 +207,9 @@ REFUSED = [
     (lambda: family(lambda f: dist.Normal(f @ torch.eye(2).double(), 1.0), REAL),
      OF_ONE_DTYPE),
     (lambda: family(lambda f: dist.MultivariateNormal(f, torch.eye(2)), REAL), OF_ONE_DTYPE),
+    (lambda: family(lambda f: dist.Normal(f.detach()[..., 0], 1.0)),
+     "FromDistribution(<lambda>, draws=256) has no gradient by the outputs f"),
+    (lambda: family(lambda f: dist.Normal(0 * f[..., 0].numpy(), 1.0)), "FromDistribution(<lambda>, draws=256)"),
     (lambda: family(DRAWN["gamma"][0], torch.ones(20).index_fill(0, torch.tensor(3), -1.0)),
      "FromDistribution: 1 of 20 targets  … under Gamma,  … its support  … Move"),
     (lambda: family(DRAWN["beta"][0], torch.linspace(0, 1, 20)), "2 of 20 targets have no finite log density"),
