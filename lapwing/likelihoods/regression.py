@@ -80,7 +80,7 @@ class RegressionPrediction(NormalsPrediction):
 
     @property
     def _normals(self) -> tuple[Tensor, Tensor, Tensor]:
-        draws = self._draws()
+        draws = self.latent.draws
         weights, shape = (values.to(doubled(self.mean))[:, None, None, None] for values in student_normals(self.df))
         noise = shape * doubled(self._noise)  # (16, 1, B or 1, C)
         if draws is None:
@@ -98,13 +98,14 @@ class RegressionPrediction(NormalsPrediction):
 
         Cost: O(B C³), or O(S B C) for S weight draws, or O(S² B C) for S linearised draws.
         """
-        mean, draws = self.mean, self._draws()
+        mean, draws = self.mean, self.latent.draws
         targets = self._targets(targets)
         if self.df is not None or self.missing:
             logs = self._law(joint=False).log_prob(targets if draws is None else targets[:, None])  # (B,) or (B, S)
             return logs if draws is None else logs.logsumexp(1) - math.log(len(draws))
         if draws is not None:
-            logs = dist.Normal(draws, self._noise.sqrt(), validate_args=False).log_prob(targets).sum(-1)  # (S, B)
+            normal = dist.Normal(at_least_float32(draws), self._noise.sqrt(), validate_args=False)
+            logs = normal.log_prob(targets).sum(-1)  # (S, B)
             return logs.logsumexp(0) - math.log(len(draws))
         if mean.shape[-1] == 1:
             return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)
@@ -116,8 +117,7 @@ class RegressionPrediction(NormalsPrediction):
         return normal.log_prob(targets.double()).to(mean.dtype)
 
     def transformed(self, function: Callable[[Tensor], Tensor]) -> TransformedPrediction:
-        outputs, weights = latent_nodes(self.latent)
-        return TransformedPrediction(self, function, (outputs, self._noise, weights), self.df)
+        return TransformedPrediction(self, function)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws y, (n, B, C): latent draws (joint across inputs if the latent is joint) plus independent noise."""
@@ -161,21 +161,16 @@ class RegressionPrediction(NormalsPrediction):
         tails = "" if self.df is None else f", df={self.df:g}"
         return f"{super().__repr__()[:-1]}, noise_variance={self.noise_variance:g}{tails})"
 
-    def _draws(self) -> Tensor | None:
-        """Returns weight draws in at least float32, or None."""
-        draws = self.latent.draws
-        return None if draws is None else at_least_float32(draws)
-
     def _targets(self, targets: Tensor) -> Tensor:
         return self._aligned(targets, self.mean, check_real_targets, self.missing)
 
     def _law(self, joint: bool) -> GaussianPlusNoise:
         """Returns the law of y with batch shape (B,), or () if joint; weight draws append S to the batch shape."""
-        latent, centre, draws = self.latent, self.mean.flatten() if joint else self.mean, self._draws()
+        latent, centre = self.latent, self.mean.flatten() if joint else self.mean
         weights, shape = (values.to(centre) for values in student_normals(self.df))
         noise = self._noise_like(centre)[..., None] * shape  # (B, C, 16) or (B·C, 16)
-        if draws is not None:
-            centre = draws.flatten(1) if joint else draws.transpose(0, 1)
+        if latent.draws is not None:
+            centre = at_least_float32(latent.draws.flatten(1) if joint else latent.draws.transpose(0, 1))
             fixed = centre.new_zeros(centre.shape[-1], 1)
             return GaussianPlusNoise(centre, fixed, fixed.new_zeros(1, 1), noise if joint else noise[:, None], weights)
         if has_factor(latent):
@@ -205,14 +200,10 @@ class TransformedPrediction(RealPrediction):
     Args:
         prediction: the prediction of y.
         function: g.
-        points: outputs f (S, B, C), noise variances (C,) or (B, C), and weights of the points (S, 1, 1).
-        df: degrees of freedom of the noise; None means normal noise.
     """
 
-    prediction: RealPrediction
+    prediction: RegressionPrediction
     function: Callable[[Tensor], Tensor]
-    points: tuple[Tensor, Tensor, Tensor]
-    df: float | None = None
 
     def __post_init__(self) -> None:
         """Raises unless g is finite and monotone in each entry, within four standard deviations of the mean of y."""
@@ -239,10 +230,11 @@ class TransformedPrediction(RealPrediction):
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean of g(y), variance over f of its mean given f, and mean over f of its variance given f, (B, C)."""
-        outputs, noise, weights = map(doubled, self.points)
+        outputs, weights = map(doubled, latent_nodes(self.prediction.latent))
+        std = doubled(self.prediction._noise).sqrt()
         first, second = torch.zeros_like(outputs), torch.zeros_like(outputs)
-        for node, chance in zip(*noise_nodes(outputs, self.df), strict=True):  # of the noise
-            values = self.function(outputs + noise.sqrt() * node).nan_to_num(0.0, torch.inf, -torch.inf)  # far out
+        for node, chance in zip(*noise_nodes(outputs, self.prediction.df), strict=True):  # of the noise
+            values = self.function(outputs + std * node).nan_to_num(0.0, torch.inf, -torch.inf)  # far out
             first, second = first + chance * values, second + chance * values.square()
         mean = (weights * first).sum(0)
         epistemic, aleatoric = (first - mean).square(), (second - first.square()).clamp_min(0.0)
