@@ -49,10 +49,7 @@ class FamilyLikelihood(NoiselessLikelihood[P]):
         return () if isinstance(family, dist.Categorical) else tuple((*family.batch_shape, *family.event_shape, 1)[2:3])
 
     def units(self, outputs: int) -> Tensor:
-        family = self._family(torch.zeros(1, 1, outputs, dtype=torch.float64))
-        return (
-            torch.zeros(outputs, dtype=torch.int64) if isinstance(family, dist.Categorical) else torch.arange(outputs)
-        )
+        return torch.arange(outputs) if self.target_shape(outputs) else torch.zeros(outputs, dtype=torch.int64)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raises if the distribution has another shape or invalid parameters, or if targets are outside its support."""

@@ -83,9 +83,8 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
 
     def statistics(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         """Returns the sums of `log p(y|f)`, and of the mean of `(y - m)² exp(-s)` over K targets, missing ones as 0."""
-        mean, log_variance = _mean_and_log_variance(doubled(outputs))
-        residual = aligned_targets("HeteroscedasticGaussian", mean, targets.to(mean.device)) - mean
-        squares = (residual.square() * (-log_variance).exp()).nan_to_num(0.0).mean(-1)
+        _, log_variance = _mean_and_log_variance(doubled(outputs))
+        squares = (self.residuals(outputs, targets).square() * (-log_variance).exp()).nan_to_num(0.0).mean(-1)
         return {**super().statistics(outputs, targets, weights), SQUARES: apply_weights(squares, weights).sum()}
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
