@@ -21,9 +21,8 @@ TUNED = ("noise_variance", "logit_temperature", "input_noise")
 
 def options_of(likelihood: Likelihood) -> dict[str, Any]:
     """Returns the options of a likelihood that differ from their defaults: all fields except those in `TUNED`."""
-    if not is_dataclass(likelihood):
-        return {}
-    options = [(field, getattr(likelihood, field.name)) for field in fields(likelihood) if field.name not in TUNED]
+    every: Any = fields(likelihood)  # type: ignore[arg-type]
+    options = [(field, getattr(likelihood, field.name)) for field in every if field.name not in TUNED]
     return {field.name: value for field, value in options if isinstance(value, Tensor) or value != field.default}
 
 
@@ -41,7 +40,6 @@ def register_likelihood(kind: Kind) -> Kind:
             f"register_likelihood needs a frozen dataclass that extends Likelihood, not {shown(kind)}. Write "
             "@register_likelihood above @dataclass(frozen=True)."
         )
-    _check_name(kind)
     other = REGISTERED.get(kind.name, kind)  # same module and class name if a notebook cell runs again
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise LapwingError(
@@ -55,7 +53,6 @@ def register_likelihood(kind: Kind) -> Kind:
 def resolve(likelihood: Any) -> Likelihood:
     """Returns a default instance for a registered name, or the given instance; raises for anything else."""
     if isinstance(likelihood, Likelihood):
-        _check_name(type(likelihood))
         return likelihood
     if isinstance(likelihood, str) and likelihood in REGISTERED:
         kind = REGISTERED[likelihood]
@@ -68,12 +65,3 @@ def resolve(likelihood: Any) -> Likelihood:
         f"{shown(likelihood)} is not a likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
         f"yes or no, 'gaussian' for real targets, or an instance. Registered are {', '.join(REGISTERED)}."
     )
-
-
-def _check_name(kind: type[Likelihood]) -> None:
-    """Raises if a class has no name."""
-    if not isinstance(getattr(kind, "name", None), str):
-        raise LapwingError(
-            f"The likelihood {kind.__name__} has no name. Write one in the class: name: ClassVar[str] = "
-            f'"{kind.__name__.lower()}".'
-        )

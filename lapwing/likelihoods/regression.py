@@ -104,8 +104,8 @@ class RegressionPrediction(NormalsPrediction):
             logs = self._law(joint=False).log_prob(targets if draws is None else targets[:, None])  # (B,) or (B, S)
             return logs if draws is None else logs.logsumexp(1) - math.log(len(draws))
         if draws is not None:
-            normal = dist.Normal(at_least_float32(draws), self._noise.sqrt(), validate_args=False)
-            logs = normal.log_prob(targets).sum(-1)  # (S, B)
+            each = dist.Normal(at_least_float32(draws), self._noise.sqrt(), validate_args=False)
+            logs = each.log_prob(targets).sum(-1)  # (S, B)
             return logs.logsumexp(0) - math.log(len(draws))
         if mean.shape[-1] == 1:
             return dist.Normal(mean, self.std, validate_args=False).log_prob(targets).squeeze(-1)

@@ -144,9 +144,7 @@ def check_counts(name: str, outputs_shape: torch.Size, device: torch.device, tar
 
 
 def _are_whole(targets: Tensor) -> bool:
-    """Whether all real targets that are not NaN are whole numbers, like class labels."""
-    if targets.is_meta or targets.dtype.is_complex:
-        return False
+    """Whether all floats that are not NaN are whole numbers, like class labels."""
     return bool(((targets == targets.round()) | targets.isnan()).all())
 
 
