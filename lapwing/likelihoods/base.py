@@ -399,7 +399,6 @@ class Likelihood(Options, ABC, Generic[P]):
         raise self._refusal(f"turn {kind} into a prediction", link, usable)
 
     def _refusal(self, what: str, link: object, accepted: Iterable[type[Link]]) -> LapwingError:
-        """Returns the error for a link that is not one of those accepted."""
         wrong = f"{link.__name__} (a class, not an instance)" if isinstance(link, type) else shown(link)
         names = " or ".join(f"lw.{kind.__name__}()" for kind in accepted if kind is not ExactLink)
         remedy = f"Write link={names}, or leave link=None." if names else "Leave link=None."
@@ -437,7 +436,6 @@ class NoiselessLikelihood(Likelihood[P]):
         return
 
     def with_noise_variance(self, noise_variance: float | None) -> Likelihood[P]:
-        """Returns the likelihood itself; raises if the noise variance is not None."""
         if noise_variance is not None:
             raise LapwingError(
                 f"The {self.name} likelihood has no noise variance. Leave out noise_variance={shown(noise_variance)}, "

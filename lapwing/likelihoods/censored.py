@@ -161,10 +161,7 @@ class Censored(Likelihood["CensoredPrediction"]):
         return float(10 ** (EXPONENTS[at] + step * (EXPONENTS[1] - EXPONENTS[0])))
 
     def with_noise_variance(self, noise_variance: float | None) -> Censored:
-        """Returns the likelihood with an open σ² closed, or for None a closed one opened.
-
-        It raises for another σ², since the curvature depends on it.
-        """
+        """Returns the likelihood with an open σ² closed, or for None a closed one opened; raises for another σ²."""
         if noise_variance is None or self.noise_variance in (None, noise_variance):
             fitted = None if noise_variance is None else self.fitted_noise
             return replace(self, noise_variance=noise_variance, fitted_noise=fitted)
@@ -177,11 +174,9 @@ class Censored(Likelihood["CensoredPrediction"]):
         return (None,) if self.needs_noise else ()
 
     def heads(self, outputs: Tensor, targets: Tensor) -> Iterator[tuple[None, Censored, Tensor, Tensor]]:
-        """Yields the likelihood, its outputs and its targets."""
         yield None, self, outputs, targets
 
     def with_residuals(self, statistics: Mapping[None, dict[str, Tensor]]) -> Censored:
-        """Returns the likelihood with the σ² of highest likelihood."""
         noise = self.residual_variance(statistics[None])
         return replace(self.with_noise_variance(noise), fitted_noise=noise)
 

@@ -79,7 +79,6 @@ class Gaussian(Likelihood[RegressionPrediction]):
     by_name: ClassVar[dict[str, Any]] = {"tails": None}
 
     def __post_init__(self) -> None:
-        """Stores several noise variances as their mean and ratios."""
         super().__post_init__()
         several: Any = self.noise_variance
         if not isinstance(several, tuple):
@@ -94,7 +93,6 @@ class Gaussian(Likelihood[RegressionPrediction]):
         object.__setattr__(self, "noise_ratios", tuple(one / mean for one in several))
 
     def __repr__(self) -> str:
-        """One line with σ², and with `missing` and the ratios if they are set."""
         text = ", missing=True" if self.missing else ""
         if self.noise_ratios is not None:
             text += f", noise_ratios={shown(tuple(float(f'{ratio:.4g}') for ratio in self.noise_ratios))}"
@@ -168,7 +166,6 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return root.expand(len(outputs), *root.shape)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns `1/r` (B, C), or ones without ratios, and None."""
         return self.ratios(outputs).reciprocal().expand_as(outputs), None
 
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
@@ -220,10 +217,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
-        """Returns a likelihood of the same class with another σ²; None means that it is still to be tuned.
-
-        Noise that a tuning has fitted belongs to its σ².
-        """
+        """Returns the likelihood at another σ², without the noise that a tuning has fitted beside the present one."""
         same = noise_variance == self.noise_variance
         return self if same else replace(self, noise_variance=noise_variance, input_noise=None)
 
@@ -253,9 +247,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
         noise = self.input_noise
         if noise is None or features is None:
             return prediction
-        latent, selected = prediction.latent, is_selected(prediction.latent)
-        variance = latent.variance
-        if selected:  # other outputs are not read
+        latent, variance = prediction.latent, prediction.latent.variance
+        if is_selected(latent):  # other outputs are not read
             variance = variance.new_zeros(len(variance), len(noise.offset)).scatter(1, latent.outputs, variance)
         noise = noise.to(double_device(features.device))  # from a file or another process it is on the CPU
         ratios = noise.variance(features, variance) / prediction.noise_variance  # (N, C)

@@ -93,7 +93,6 @@ class HeteroscedasticGaussian(NoiselessLikelihood["HeteroscedasticPrediction"]):
         return aligned_targets("HeteroscedasticGaussian", mean, targets.to(mean.device)) - mean
 
     def ratios(self, like: Tensor) -> Tensor:
-        """Returns exp(s), (B, K)."""
         return _mean_and_log_variance(like)[1].exp()
 
     def fisher_root(self, outputs: Tensor) -> Tensor:

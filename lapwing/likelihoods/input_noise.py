@@ -50,7 +50,6 @@ class InputNoise:
     layer: str = ""
 
     def __str__(self) -> str:
-        """Says what the noise depends on, and its tails."""
         low, high = ((self.offset + end).exp() for end in (self.low, self.high))
         of = f"the inputs of layer {self.layer}" if self.layer else "the outputs"
         by = f" by {of}" if bool(self.weights.any()) else ""
@@ -65,7 +64,6 @@ class InputNoise:
         }
 
     def to(self, device: torch.device) -> InputNoise:
-        """Returns the noise on a device."""
         moved: Any = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 

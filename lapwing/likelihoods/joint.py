@@ -66,7 +66,6 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     missing: ClassVar[bool] = True  # NaN means a missing target
 
     def __post_init__(self) -> None:
-        """Raises if the likelihoods and the outputs have different keys."""
         super().__post_init__()
         if self.keys != tuple(self.outputs):
             keys = f"{shown(list(self.keys))}, and outputs of {shown(list(self.outputs))}"
@@ -131,13 +130,12 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     def residuals(self, outputs: Tensor, targets: Any) -> Tensor:
         """Returns y - f of all heads that are regressions, in float64, (B, C); NaN for other outputs."""
         found = torch.full_like(doubled(outputs), torch.nan)
-        for key, _, f, y in self.heads(outputs, targets):
-            if key in self.regressions:
-                found[:, self.columns(key, outputs.shape[-1])] = self.regressions[key].residuals(f, y)
+        for key, head, f, y in self.heads(outputs, targets):
+            if head.regressions:
+                found[:, self.columns(key, outputs.shape[-1])] = head.residuals(f, y)  # type: ignore[attr-defined]
         return found
 
     def reads_covariance(self, link: Link) -> bool:
-        """Whether a head does."""
         return any(head.reads_covariance(link) for head in self.likelihoods.values())
 
     def classifies(self, outputs: int) -> bool:
@@ -186,7 +184,6 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return found
 
     def heads(self, outputs: Tensor, targets: Any) -> Iterator[tuple[str, Likelihood, Tensor, Tensor]]:
-        """Yields the key, the likelihood, the outputs and the targets of each head."""
         y = self.by_key(targets, outputs.shape[-1])
         for key, head in self.likelihoods.items():
             yield key, head, outputs[:, self.columns(key, outputs.shape[-1])], y[key]
@@ -276,11 +273,9 @@ class JointPrediction(Prediction, Mapping[str, Any]):
         return sum(head.log_prob(y[key]) for key, head in self.items())
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Any:
-        """Draws the targets of each head n times, by key."""
         return {key: head.sample(n, generator) for key, head in self.items()}
 
     def distribution(self) -> Any:
-        """Returns the distribution of each head, by key."""
         return {key: head.distribution() for key, head in self.items()}
 
     @property

@@ -43,7 +43,6 @@ class LogitLikelihood(NoiselessLikelihood[P]):
     )
 
     def __repr__(self) -> str:
-        """One line with the options, and with T if it is not 1."""
         options = {} if self.logit_temperature == 1 else {"logit_temperature": f"{self.logit_temperature:.4g}"}
         options |= {name: shown(value) for name, value in options_of(self).items()}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"

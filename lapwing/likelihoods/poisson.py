@@ -138,11 +138,9 @@ class Poisson(NoiselessLikelihood["CountPrediction"]):
         return 1.0 + self.alpha * float(statistics.get("squared_rates", 0.0) / statistics.get("rates", 1.0))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
-        """Returns `diag(exp(f/2))`, (B, C, C)."""
         return torch.diag_embed((0.5 * at_least_float32(outputs)).exp()).to(outputs.dtype)
 
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns `exp(f)`, (B, C), and None."""
         return at_least_float32(outputs).exp(), None
 
     def predict(

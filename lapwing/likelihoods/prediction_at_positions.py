@@ -37,7 +37,6 @@ class PredictionAtPositions(Prediction):
         return self._whole(value)
 
     def __dir__(self) -> list[str]:
-        """Lists also the attributes of the rows' prediction."""
         return sorted({*super().__dir__(), *(name for name in dir(self.rows) if not name.startswith("_"))})
 
     def log_prob(self, targets: Tensor) -> Tensor:

@@ -47,7 +47,6 @@ class Prediction(Displayed, ABC):
     _printed: ClassVar[tuple[str, ...]] = ()  # tensors (B, ...) of which `print` shows the first numbers
 
     def __str__(self) -> str:
-        """The representation, and the numbers of the first inputs."""
         lines = [repr(self)]
         for name in self._printed:
             first = getattr(self, name).detach()[: PRINTED + 1].tolist()
@@ -141,7 +140,6 @@ class DiscretePrediction(Prediction):
         return self.classes
 
     def scaled(self, mean: Any = 0.0, std: Any = 1.0) -> NoReturn:
-        """Raises an error, because labels have no units."""
         raise LapwingError(
             f"scaled() is for predictions of real values, and {type(self).__name__} predicts labels, which have no "
             "units. Leave it out."
@@ -347,8 +345,7 @@ class RealPrediction(Prediction):
         entry = rows["sample"].reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
         output = torch.arange(y[:1].numel(), device=y.device).repeat(len(y)).reshape(y.shape)
         values = {"mean": self.mean, "std": self.std, "lower": lower, "upper": upper, "y": y}
-        values |= {"entry": entry, "output": output}
-        values["crps"] = self.crps(targets)
+        values |= {"entry": entry, "output": output, "crps": self.crps(targets)}
         values |= {} if self._is_discrete() else {"pit": self.pit(targets)}
         known = ~y.isnan()
         if not bool(known.all()):

@@ -311,7 +311,6 @@ class _Monotone(dist.Transform):
         return torch.where(found, high, torch.nan).to(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns `log |g'(x)|`, entry by entry."""
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             return torch.autograd.grad(self._call(leaf).sum(), leaf)[0].abs().log()

@@ -48,7 +48,6 @@ class StudentT(Gaussian):
         return self.df, False
 
     def __repr__(self) -> str:
-        """One line as for `lw.Gaussian`, with ν."""
         return super().__repr__().replace("StudentT(", f"StudentT(df={self.df}, ", 1)
 
     def at_features(self, prediction: Any, features: Tensor | None) -> Any:
