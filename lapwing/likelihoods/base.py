@@ -191,9 +191,18 @@ class Likelihood(Options, ABC, Generic[P]):
         """
         return None
 
-    @abstractmethod
     def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns one Monte-Carlo column r (B, C, 1) with `E[r rᵀ] = Λ` at unit noise."""
+        """Returns a column r (B, C, 1) with `E[r rᵀ] = Λ` at unit noise, for fits with more than 1 000 outputs.
+
+        It is the root times a standard normal column. Override it if a draw is cheaper than the root: `y - p` for a y
+        drawn from p needs no tensor (B, C, R).
+        """
+        parts = self.fisher_parts(outputs)
+        if parts is not None and parts[1] is None:
+            roots = parts[0].sqrt()
+            return (roots * standard_normal(roots.shape, roots, generator)).unsqueeze(-1).to(outputs.dtype)
+        root = self.fisher_root(outputs)
+        return root @ standard_normal((len(root), root.shape[-1], 1), root, generator)
 
     @property
     @abstractmethod
@@ -229,9 +238,9 @@ class Likelihood(Options, ABC, Generic[P]):
         return self
 
     @property
-    @abstractmethod
     def needs_noise(self) -> bool:
         """Whether the likelihood has a σ² that is still to be tuned."""
+        return self.noise_variance is None
 
     @abstractmethod
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
@@ -419,18 +428,6 @@ class NoiselessLikelihood(Likelihood[P]):
 
     def log_likelihood(self, statistics: dict[str, Tensor], noise_variance: Tensor | None = None) -> Tensor:
         return statistics["log_likelihood"]
-
-    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the root times a standard normal column, (B, C, 1), for fits with more than 1 000 outputs.
-
-        Override it if a draw is cheaper than the root: `y - p` for a y drawn from p needs no tensor (B, C, R).
-        """
-        parts = self.fisher_parts(outputs)
-        if parts is not None and parts[1] is None:
-            roots = parts[0].sqrt()
-            return (roots * standard_normal(roots.shape, roots, generator)).unsqueeze(-1).to(outputs.dtype)
-        root = self.fisher_root(outputs)
-        return root @ standard_normal((len(root), root.shape[-1], 1), root, generator)
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> None:
         return

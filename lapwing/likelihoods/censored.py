@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..covariance import AnyLatent
-from ..covariance.terms import standard_normal
 from ..data.frames import as_targets
 from ..errors import LapwingError
 from ..linalg import doubled
@@ -132,13 +131,6 @@ class Censored(Likelihood["CensoredPrediction"]):
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """Returns ones (B, 1, 1): `target_weights` has the rest."""
         return torch.ones_like(outputs)[..., None]
-
-    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        return standard_normal((*outputs.shape, 1), outputs, generator)
-
-    @property
-    def needs_noise(self) -> bool:
-        return self.noise_variance is None
 
     def residual_variance(self, statistics: dict[str, Tensor]) -> float | None:
         """Returns the candidate of highest likelihood, moved to the top of a parabola through its neighbours.

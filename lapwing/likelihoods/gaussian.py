@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..covariance import AnyLatent, is_selected
 from ..covariance.latent_at_positions import LatentAtPositions
-from ..covariance.terms import standard_normal
 from ..errors import LapwingError, shown
 from ..linalg import at_least_float32, cholesky, double_device, doubled
 from ..options import POSITIVE_NUMBERS, POSITIVE_OF_EACH, instance_of, option
@@ -168,16 +167,8 @@ class Gaussian(Likelihood[RegressionPrediction]):
     def fisher_parts(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.ratios(outputs).reciprocal().expand_as(outputs), None
 
-    def sampled_fisher_root(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns a standard normal column times `1/√r`, (B, C, 1): the score of a drawn y at unit noise."""
-        return (standard_normal(outputs.shape, outputs, generator) * self.ratios(outputs).rsqrt()).unsqueeze(-1)
-
     def of_statistics(self, statistics: dict[str, Tensor]) -> Gaussian:
         return self if "log_ratio" in statistics else replace(self, noise_ratios=None)
-
-    @property
-    def needs_noise(self) -> bool:
-        return self.noise_variance is None
 
     def open_heads(self, outputs: int) -> range:
         known = not self.needs_noise or self.noise_ratios is not None

@@ -84,8 +84,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
     @property
     def plain(self) -> Likelihood:
         heads = {key: head.plain for key, head in self.likelihoods.items()}
-        same = all(heads[key] is head for key, head in self.likelihoods.items())
-        return self if same else replace(self, likelihoods=heads)
+        return self if heads == self.likelihoods else replace(self, likelihoods=heads)
 
     @property
     def head_numbers(self) -> dict[str, tuple[float | None, ...]]:  # type: ignore[override]
