@@ -142,7 +142,7 @@ class Joint(NoiselessLikelihood["JointPrediction"]):
         return all(head.classifies(len(self.columns(key, outputs))) for key, head in self.likelihoods.items())
 
     def open_heads(self, outputs: int) -> list[str]:
-        return [key for key in self.head_numbers if self.likelihoods[key].needs_noise]
+        return [key for key, head in self.likelihoods.items() if head.needs_noise]
 
     def with_residuals(self, statistics: Mapping[str, dict[str, Tensor]]) -> Joint:
         """Returns the likelihood with the mean squared residual of each open head as its σ².

@@ -336,10 +336,8 @@ class RealPrediction(Prediction):
     def for_metrics(self, targets: Tensor) -> dict[str, Tensor]:
         """Returns log densities (B,), and means, deviations, ends of 90 % intervals, CRPS and targets, (B, ...).
 
-        "output" has the number of the output of each of them.
-
-        Predictions of continuous y also have the PIT of each target.
-        If some targets are missing, all but the log densities have one entry for each known target.
+        "output" has the number of the output of each of them. Predictions of continuous y also have the PIT. If some
+        targets are missing, all but the log densities have one entry for each known target.
         """
         rows, (lower, upper), y = super().for_metrics(targets), self.interval(0.9), targets.reshape(self.mean.shape)
         entry = rows["sample"].reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
