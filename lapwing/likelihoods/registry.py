@@ -40,6 +40,7 @@ def register_likelihood(kind: Kind) -> Kind:
             f"register_likelihood needs a frozen dataclass that extends Likelihood, not {shown(kind)}. Write "
             "@register_likelihood above @dataclass(frozen=True)."
         )
+    _check_name(kind)
     other = REGISTERED.get(kind.name, kind)  # same module and class name if a notebook cell runs again
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise LapwingError(
@@ -53,6 +54,7 @@ def register_likelihood(kind: Kind) -> Kind:
 def resolve(likelihood: Any) -> Likelihood:
     """Returns a default instance for a registered name, or the given instance; raises for anything else."""
     if isinstance(likelihood, Likelihood):
+        _check_name(type(likelihood))
         return likelihood
     if isinstance(likelihood, str) and likelihood in REGISTERED:
         kind = REGISTERED[likelihood]
@@ -65,3 +67,12 @@ def resolve(likelihood: Any) -> Likelihood:
         f"{shown(likelihood)} is not a likelihood. Pass likelihood='categorical' for integer labels, 'bernoulli' for "
         f"yes or no, 'gaussian' for real targets, or an instance. Registered are {', '.join(REGISTERED)}."
     )
+
+
+def _check_name(kind: type[Likelihood]) -> None:
+    """Raises if a class has no name, which would end a fit at its first message."""
+    if not isinstance(getattr(kind, "name", None), str):
+        raise LapwingError(
+            f"The likelihood {kind.__name__} has no name. Write one in the class: name: ClassVar[str] = "
+            f'"{kind.__name__.lower()}".'
+        )

@@ -104,6 +104,7 @@ REFUSED = [
      "'categorical' of AnotherCategorical belongs to lapwing.likelihoods.categorical.Categorical"),
     (lambda: register_likelihood(Counts()), "a frozen dataclass that extends Likelihood"),
     (lambda: register_likelihood(int), "a frozen dataclass that extends Likelihood"),
+    (lambda: resolve(type("Nameless", (Counts,), {"name": None})()), 'Nameless has no name … "nameless"'),
     (lambda: Categorical().with_noise_variance(0.1), "categorical … no noise variance. Leave out noise_variance=0.1"),
     (lambda: Gaussian().log_prob(X[:1, :1], X[:1, 0]), UNTUNED),
     (lambda: Gaussian().log_likelihood(Gaussian().statistics(X[:1, :1], X[:1, 0])), UNTUNED),
