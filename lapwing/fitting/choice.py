@@ -19,8 +19,7 @@ from ..environment import memory_limit
 from ..errors import LapwingError, shown
 from ..likelihoods import Likelihood
 from ..linalg import check_range, double_device
-from ..methods import KFAC, Diagonal, FitShape, Full, Method
-from ..methods.passes import Batch
+from ..methods import KFAC, Batch, Diagonal, FitShape, Full, Method
 from ..methods.prior import Prior
 from ..network.eager import parameters_of
 from ..network.gate import checked_network

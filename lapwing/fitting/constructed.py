@@ -18,9 +18,8 @@ from ..data.progress import show_progress, tracked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import check_logits, inferred_likelihood, warn_of_misfit
-from ..methods.passes import Batch
+from ..methods import Batch, DataSummary
 from ..methods.prior import Prior
-from ..methods.state import DataSummary
 from ..network.eager import LOCK, parameters_of, uncompiled
 from ..network.stamp import Stamp
 from ..posterior import MethodInfo, Posterior

@@ -16,8 +16,7 @@ from ..data.data import Data, check_data_size
 from ..data.inputs import Samples, checked
 from ..likelihoods import Likelihood, resolve
 from ..likelihoods.inferred import inferred_likelihood
-from ..methods import DataSummary
-from ..methods.passes import Batch
+from ..methods import Batch, DataSummary
 from ..posterior import Posterior
 from ..tangent import Tangent
 from ..tuning import Tuning, Validation

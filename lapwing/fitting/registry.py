@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from ..methods.diagonal import Diagonal
-from ..methods.ella import ELLA
-from ..methods.full import Full
-from ..methods.kfac import EKFAC, KFAC
-from ..methods.optimal_subspace import OptimalSubspace
-from ..methods.passes import Method
+from ..methods import EKFAC, ELLA, KFAC, Diagonal, Full, Method, OptimalSubspace, SubsetOfData, SubsetOfWeights
 from ..methods.sampled_lla import SampledLLA
-from ..methods.subset_of_data import SubsetOfData
-from ..methods.subset_of_weights import SubsetOfWeights
 from ..methods.valla import VaLLA
 from .mean_field import MeanField
 

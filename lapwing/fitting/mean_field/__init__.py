@@ -15,9 +15,8 @@ from ...data.batches import Forward
 from ...data.data import Data
 from ...errors import LapwingError
 from ...likelihoods import Likelihood
-from ...methods.footprint import FitShape, Footprint
-from ...methods.passes import FitResult, LikelihoodPass, Method, Passes, SamplesSeen, with_size
-from ...methods.problem import Problem, Seen
+from ...methods import FitResult, FitShape, Footprint, Method, Passes, Problem, SamplesSeen, Seen
+from ...methods.passes import LikelihoodPass, with_size
 from ...network.eager import parameters_of, uncompiled
 from ...network.entry import outside_modes
 from ...network.selection import select

@@ -15,9 +15,8 @@ from ...errors import LapwingError
 from ...jacobian.layers import READERS, BatchAxis
 from ...likelihoods import apply_weights
 from ...linalg import doubled
-from ...methods.passes import Batch, IteratePass
-from ...methods.problem import Problem
-from ...methods.state import DataSummary, Descent, Values
+from ...methods import Batch, DataSummary, IteratePass, Problem
+from ...methods.state import Descent, Values
 from ...network import recurrent
 from ...network.eager import EagerMode, swapped
 from ...tangent import Tangent, split
