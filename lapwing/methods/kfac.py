@@ -190,8 +190,7 @@ class _FactorPass(CurvaturePass[Factors]):
                 state.excess = more if state.excess is None else state.excess + more
 
     def finish(self, state: Factors) -> Blockwise:
-        problem, structures = self.problem, dict[str, Structure]()
-        tangent = problem.tangent
+        problem, tangent = self.problem, self.problem.tangent
         softmax = problem.likelihood.activation == "softmax" and not tangent.plan.tail
         logits = {block.name for block in tangent.blocks if softmax and tangent.gives_outputs(block)}
         work = {n: sum(f[n].shape[-1] ** 3 for f in (state.A, state.Gamma) if f[n].ndim == 3) for n in state.A}
@@ -202,16 +201,12 @@ class _FactorPass(CurvaturePass[Factors]):
             count = (doubled(count) + state.excess).clamp_min(torch.finfo(torch.float64).tiny)
         positions = dict(zip(state.A, state.count.tolist(), strict=True))
         counts, rank = dict(zip(state.A, count[:, None], strict=True)), problem.summed_root.rank
-        bases = {n: _eigenbasis(state, n, positions[n], counts[n], rank, n in logits) for n in widest_first}
-        for name, kind in self.kinds.items():
-            if kind == "diagonal":
-                structures[name] = DiagonalBlock(state.diagonal[name])
-            elif kind == "dense":
-                pairs = symmetric_eigen(state.dense[name])
-                structures[name] = DenseBlock(*(part.to(tangent.device, tangent.dtype) for part in pairs))
-            else:
-                structures[name] = bases[name]
-        return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
+        found: dict[str, Structure] = {name: DiagonalBlock(total) for name, total in state.diagonal.items()}
+        found |= {n: _eigenbasis(state, n, positions[n], counts[n], rank, n in logits) for n in widest_first}
+        for name, total in state.dense.items():
+            found[name] = DenseBlock(*(part.to(tangent.device, tangent.dtype) for part in symmetric_eigen(total)))
+        structures = {name: found[name] for name in self.kinds}
+        return Blockwise(tangent.blocks, structures, problem.precision, problem.scale.of_curvature)
 
 
 class _SecondMoments(CurvaturePass[BlockSums]):
