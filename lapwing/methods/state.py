@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..files import prefixed, under
 from ..likelihoods import Likelihood
 from ..linalg import double_device, doubled
 
@@ -29,8 +30,7 @@ class State:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, (State, dict)):
-                parts = value.tensors() if isinstance(value, State) else value
-                flat |= {f"{each.name}/{path}": part for path, part in parts.items()}
+                flat |= prefixed(each.name, value.tensors() if isinstance(value, State) else value)
             elif value is not None:
                 double = torch.float64 if isinstance(value, float) else None
                 flat[each.name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=double)
@@ -40,12 +40,11 @@ class State:
         """Returns a state of this class with other tensors, under the paths of `tensors`."""
         values: dict[str, Any] = {}
         for each in fields(self):
-            old, prefix = getattr(self, each.name), f"{each.name}/"
-            parts = {path.removeprefix(prefix): part for path, part in flat.items() if path.startswith(prefix)}
+            old = getattr(self, each.name)
             if isinstance(old, State):
-                values[each.name] = old.with_tensors(parts)
+                values[each.name] = old.with_tensors(under(each.name, flat))
             elif isinstance(old, dict):
-                values[each.name] = parts
+                values[each.name] = under(each.name, flat)
             elif old is None or isinstance(old, Tensor):
                 values[each.name] = flat.get(each.name)
             else:
