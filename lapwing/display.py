@@ -17,7 +17,6 @@ class Displayed:
     _internal: ClassVar[frozenset[str]] = frozenset()
 
     def __dir__(self) -> list[str]:
-        """Lists the public names."""
         return sorted(set(super().__dir__()) - self._internal)
 
     def _repr_html_(self) -> str:

@@ -132,7 +132,6 @@ def share_of_known(held_out: Data, training: Data) -> float:
 
 
 def _warn_of_few(held_out: Data) -> None:
-    """Warns if held-out data are few."""
     count = held_out.expected_size
     if count and count < FEW and getattr(held_out.first.targets, "ndim", 1) < 3:  # no maps
         log.warning(

@@ -62,7 +62,6 @@ class FitOptions(Options):
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        """Checks each option, and options that exclude each other."""
         if self.method is not None and not isinstance(self.method, Method):
             raise _no_method(self.method)
         super().__post_init__()
@@ -124,7 +123,6 @@ class FitOptions(Options):
 
 
 def _no_method(method: Any) -> LapwingError:
-    """Returns the error for a value that is not a method."""
     if isinstance(method, type) and issubclass(method, Method):
         return LapwingError(
             f"method={method.__name__} is the class. Pass an instance with its options: lw.{method.__name__}()."

@@ -66,7 +66,6 @@ class Plan(Displayed):
     advice: str | None = None
 
     def __repr__(self) -> str:
-        """Returns a table of one row."""
         return repr(Plans([self]))
 
 

@@ -112,7 +112,6 @@ class Batch:
         return places.count, targets, weights
 
     def take(self, rows: Tensor, start: int) -> Batch:
-        """Returns the batch of some of the samples."""
         weights = None if self.weights is None else self.weights[rows.to(self.weights.device)]
         inputs, targets = self.inputs.take(rows), self.targets[rows]
         counted = None if self.counted is None else self.counted[rows]

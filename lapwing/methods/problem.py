@@ -150,7 +150,6 @@ class FisherByParts(Cotangents):
         self._likelihood, self.rank = likelihood, outputs
 
     def __call__(self, outputs: Tensor) -> FisherParts:
-        """Returns the parts at outputs (B, C)."""
         parts = self._likelihood.fisher_parts(outputs)
         assert parts is not None
         return FisherParts(*parts)
@@ -187,7 +186,6 @@ class Problem:
         return self.root
 
     def with_drawn_root(self) -> Problem:
-        """Returns the problem with a drawn Fisher root for any number of outputs."""
         return replace(self, root=self.root.drawn())
 
     @property
@@ -208,7 +206,6 @@ class Problem:
 
     @property
     def seen(self) -> Seen:
-        """What the passes have read."""
         if self.read is None:
             raise TypeError("The samples that were read are not known: write problem = yield from with_seen(problem).")
         return self.read

@@ -145,7 +145,6 @@ class Descent(State):
         self.values[name] -= mean / root * (rate / (1 - 0.9**steps)) * unit
 
     def note(self, **numbers: Tensor | float) -> None:
-        """Appends numbers to the history."""
         append(self.history, **numbers)
 
 

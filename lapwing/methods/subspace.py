@@ -36,12 +36,10 @@ class ProjectedCurvature(State):
 
     @classmethod
     def zeros(cls, problem: Problem, rank: int) -> ProjectedCurvature:
-        """Returns the sums of no data."""
         blocks = len(problem.tangent.blocks)
         return cls(problem.zeros(rank, rank, dtype=torch.float64), problem.zeros(blocks, dtype=torch.float64))
 
     def add(self, problem: Problem, basis: Basis, batch: Batch, factor: float = 1.0) -> None:
-        """Adds a batch, times a factor."""
         for _, record in batch.records(problem.root, basis.dtype, problem.root.columns * basis.scratch_per_row):
             projected = doubled(basis.project(record).flatten(0, 1))  # (B R, K)
             self.H += (factor * projected.T) @ projected

@@ -132,7 +132,6 @@ class Diagnosis(Displayed):
     coverage: str
 
     def __repr__(self) -> str:
-        """The report."""
         lines = [f"{self.method} over {self.weights:,} weights, {self.samples:,} samples"]
         delta = self.prior_precision
         if isinstance(delta, dict):

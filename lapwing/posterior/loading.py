@@ -99,7 +99,6 @@ def _rebuilt(
     forward: Forward | None,
     memory: int | None,
 ) -> Posterior:
-    """Returns the posterior from the tensors and the header of a file."""
     if header["forward"] != (forward is not None):
         raise LapwingError(
             f"The fit of {path} was made {'with' if forward is None else 'without'} forward=, and the network must be "

@@ -147,7 +147,6 @@ class FineTuning(IteratePass[Descent]):
         return fit, gradients, summary.statistics
 
     def _diverged(self, what: str, taken: int) -> LapwingError:
-        """Returns the error for values that are not finite."""
         rate, spread = self._rates["mean"], self._initial_std
         return LapwingError(
             f"{what} of MeanField at step {taken + 1} of {self.steps} are not finite. Take smaller steps and spreads: "

@@ -56,7 +56,6 @@ class PositionedRoot(Cotangents):
         self._marks: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
-        """Starts a new batch."""
         tangent = self._problem.tangent
         self._start, self._taken = batch.start, 0
         if tangent.positions.rows_are_positions and not self._problem.root.exact:

@@ -167,7 +167,6 @@ class MovingSteps(IteratePass[Descent]):
         return values["log_noise"].clamp_min(-345.0).exp() if "log_noise" in values else None
 
     def check_finite(self, state: Descent, tensor: Tensor) -> Tensor:
-        """Returns the tensor; raises if it is not finite."""
         if not torch.isfinite(tensor).all():
             raise self._diverged(state, float("nan"))
         return tensor

@@ -55,7 +55,6 @@ class InducingPoints:
             )
 
     def __repr__(self) -> str:
-        """Returns shapes and dtypes instead of values."""
         outputs = None if self.outputs is None else batches.describe(self.outputs)
         return f"InducingPoints(inputs={batches.describe(self.inputs)}, outputs={outputs})"
 
