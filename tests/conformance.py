@@ -113,11 +113,12 @@ def cut(x: Any, y: Tensor, lengths: Sequence[int]) -> list[Any]:
 
 def block_slices(blocks: Sequence[Block]) -> dict[str, slice]:
     """Where each block lies among the P columns."""
-    out, start = {}, 0
-    for block in blocks:
-        out[block.name] = slice(start, start + block.size)
-        start += block.size
-    return out
+    return oracle.slices_of({block.name: block.size for block in blocks})
+
+
+def expanded(blocks: Sequence[Block], values: Tensor) -> Tensor:
+    """Repeats one value a block over its weights, (P,) float64."""
+    return values.cpu().double().repeat_interleave(torch.tensor([block.size for block in blocks]))
 
 
 def block_columns(blocks: Sequence[Block], model: nn.Module) -> Tensor:
@@ -228,16 +229,11 @@ class Setup:
 
     def expand(self, values: Tensor) -> Tensor:
         """Repeats one value a block over its weights, (P,)."""
-        return torch.cat(
-            [torch.full((b.size,), float(v), dtype=torch.float64) for b, v in zip(self.blocks, values, strict=True)]
-        )
+        return expanded(self.blocks, values)
 
     def block_diagonal(self, matrix: Tensor) -> Tensor:
         """Keeps the blocks of a (P, P) matrix."""
-        out = torch.zeros_like(matrix)
-        for where in self.slices.values():
-            out[where, where] = matrix[where, where]
-        return out
+        return torch.block_diag(*[matrix[where, where] for where in self.slices.values()])
 
 
 @cache

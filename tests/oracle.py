@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,17 +24,6 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def unique_parameter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters of the uncompiled module in order of registration, tied ones once (first name)."""
-    seen: set[int] = set()
-    names = []
-    for name, parameter in uncompiled(model).named_parameters(remove_duplicate=False):
-        if id(parameter) not in seen:
-            names.append(name)
-        seen.add(id(parameter))
-    return names
-
-
 def flat_parameters(model: nn.Module, names: Sequence[str] | None = None) -> Tensor:
     """Parameters in the order of `names` as one detached vector, (P,)."""
     named = dict(uncompiled(model).named_parameters(remove_duplicate=False))
@@ -43,16 +33,18 @@ def flat_parameters(model: nn.Module, names: Sequence[str] | None = None) -> Ten
 def parameter_slices(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, slice]:
     """Where each parameter lies among the P columns of the Jacobian."""
     named = dict(uncompiled(model).named_parameters(remove_duplicate=False))
-    slices, start = {}, 0
-    for name in _resolve(model, names):
-        slices[name] = slice(start, start + named[name].numel())
-        start += named[name].numel()
-    return slices
+    return slices_of({name: named[name].numel() for name in _resolve(model, names)})
+
+
+def slices_of(sizes: dict[str, int]) -> dict[str, slice]:
+    """Where each part lies if parts of these sizes follow one another."""
+    ends = accumulate(sizes.values())
+    return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def _resolve(model: nn.Module, names: Sequence[str] | None) -> list[str]:
-    if names is None:
-        return unique_parameter_names(model)
+    if names is None:  # in order of registration, tied ones once, by their first name
+        return [name for name, _ in uncompiled(model).named_parameters()]
     resolved = [name.removeprefix(_PREFIX) for name in names]
     named = dict(uncompiled(model).named_parameters(remove_duplicate=False))
     assert len({id(named[name]) for name in resolved}) == len(resolved), f"a parameter is named twice: {resolved}"

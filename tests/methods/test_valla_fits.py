@@ -16,7 +16,7 @@ from lapwing.methods.valla import alpha_divergence, moving_points
 from lapwing.methods.valla.alpha_divergence import inner_factor
 from lapwing.methods.valla.moving_points import divergence
 from tests import oracle
-from tests.conformance import close, jacobian, problem_of, psd, setup
+from tests.conformance import close, expanded, jacobian, problem_of, psd, setup
 from tests.methods.test_valla import points_of, rows_at
 
 MOVING = (lw.AlphaDivergence(steps=4), lw.VariationalBound(steps=4), lw.VariationalBound(4, then=lw.NaturalGradient(3)))
@@ -197,13 +197,8 @@ def test_found_numbers_belong_to_the_covariance():
     for options in ({}, {"data_size": 600}, {"temperature": 3.0}, {"prior_precision": {"0": 2.0, "2": 0.5}}):
         fitted = lw.fit(model, [(x[:40], y[:40]), (x[40:], y[40:])], lw.VaLLA(points, fit=fit), **options)
         rows = jacobian(model, x[::20], fitted.tangent.blocks)[:, 0]
-        delta = torch.cat(
-            [
-                torch.full((b.size,), float(d))
-                for b, d in zip(fitted.tangent.blocks, fitted.prior.precision, strict=True)
-            ]
-        )
-        sigma = torch.linalg.inv(torch.diag(delta.double()) + rows.T @ rows)
+        delta = expanded(fitted.tangent.blocks, fitted.prior.precision)
+        sigma = torch.linalg.inv(torch.diag(delta) + rows.T @ rows)
         close(fitted.covariance.to_dense(), sigma, 1e-6)
 
 
