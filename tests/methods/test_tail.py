@@ -97,28 +97,6 @@ def test_other_steps_are_no_tail(step):
         close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3), "poisson"], ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_posterior_is_the_same_as_without_the_shortcut_and_keeps_its_tail(method, likelihood, monkeypatch, reloaded):
-    model, (x, y) = Tailed(TAILS["softcap"]), data()
-    loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
-
-    def fitted():
-        posterior = lw.fit(
-            model, loader, METHODS[method], params=lw.last_layer, likelihood=likelihood, prior_precision=0.5
-        )
-        loaded = reloaded(posterior)
-        assert posterior.tangent.treats_output_alone == loaded.tangent.plan.tail == bool(tracing.ENTRYWISE)
-        return posterior, loaded.latent(x, via=lw.Linearized())
-
-    (posterior, latent), (other, wanted) = by_both(monkeypatch, fitted)
-    tolerance = 1e-6 if method == "sampled" else 1e-9  # conjugate gradients stop at a residual
-    close(latent.covariance, wanted.covariance, tolerance)
-    close(latent.centred_variance, wanted.centred_variance, tolerance)
-    if method != "sampled":
-        assert posterior.log_marginal_likelihood() == pytest.approx(other.log_marginal_likelihood(), rel=1e-9)
-
-
 @pytest.mark.parametrize("method", ["diagonal", "kfac", "full"])
 @pytest.mark.parametrize("tuned", ["evidence", "held out"])
 def test_tunings_read_the_slopes(method, tuned, monkeypatch):
@@ -243,22 +221,29 @@ def test_rows_of_joined_heads_are_those_of_the_dense_jacobian(kind, params):
     close(tangent.record(x).rows(), jacobian(model, x, tangent.blocks))
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3)], ids=str)
+@pytest.mark.parametrize("likelihood", ["categorical", lw.Gaussian(0.3), "poisson"], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_posterior_of_two_heads_is_the_same_as_without_the_shortcut(method, likelihood, monkeypatch, reloaded):
-    model, (x, y) = Heads("mean"), data()
+@pytest.mark.parametrize("model", [Tailed(TAILS["softcap"]), Heads("mean")], ids=["tail", "two heads"])
+def test_a_posterior_is_the_same_as_without_the_shortcut_and_keeps_it(model, method, likelihood, monkeypatch, reloaded):
+    x, y = data()
     loader = batches(x, y if likelihood == "categorical" else F.one_hot(y, CLASSES).double())
-    fit = lambda: lw.fit(  # noqa: E731
-        model, loader, METHODS[method], params=lw.last_layer, likelihood=likelihood, prior_precision=0.5
-    )
-    posterior = fit()
-    assert posterior.tangent.treats_output_alone
-    latents = [each.latent(x, via=lw.Linearized()) for each in (posterior, reloaded(posterior, model))]
-    without_tails(monkeypatch)
-    wanted = fit().latent(x, via=lw.Linearized())
-    for latent in latents:
-        close(latent.covariance, wanted.covariance, 1e-6 if method == "sampled" else 1e-9)
-        close(latent.centred_variance, wanted.centred_variance, 1e-6 if method == "sampled" else 1e-9)
+
+    def fitted():
+        posterior = lw.fit(
+            model, loader, METHODS[method], params=lw.last_layer, likelihood=likelihood, prior_precision=0.5
+        )
+        loaded = reloaded(posterior)
+        for one in (posterior, loaded):
+            assert one.tangent.treats_output_alone == one.tangent.plan.tail == bool(tracing.ENTRYWISE)
+        return posterior, loaded.latent(x, via=lw.Linearized())
+
+    (posterior, latent), (other, wanted) = by_both(monkeypatch, fitted)
+    tolerance = 1e-6 if method == "sampled" else 1e-9  # conjugate gradients stop at a residual
+    for found in (latent, posterior.latent(x, via=lw.Linearized())):
+        close(found.covariance, wanted.covariance, tolerance)
+        close(found.centred_variance, wanted.centred_variance, tolerance)
+    if method != "sampled":
+        assert posterior.log_marginal_likelihood() == pytest.approx(other.log_marginal_likelihood(), rel=1e-9)
 
 
 def test_streamlined_variances_of_two_heads_are_not_taken_for_linearised_ones(caplog):
