@@ -35,6 +35,25 @@ regressor = torch.nn.Linear(3, 1)
 """
 
 
+DATA = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 2
+
+
+def network() -> torch.nn.Module:
+    """A network like that of the module."""
+    return torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).eval()
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Checks that a command ends with exit code 2 and one sentence, and returns it."""
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    printed = capsys.readouterr().err
+    assert done.value.code == 2
+    assert printed.startswith("lapwing: ")
+    assert printed.count("\n") == 1
+    return printed
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a module of networks, weights, and data in three forms."""
@@ -56,14 +75,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     frame = pd.DataFrame(x.numpy(), columns=["a", "b", "c"])
     frame.assign(label=y.numpy()).to_csv("classes.csv", index=False)
     frame.assign(count=range(40))[["count", "a", "b", "c"]].to_csv("numbers.csv", index=False)
-    save_model(torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)), "c.safetensors")
+    save_model(network(), "c.safetensors")
     save_model(torch.nn.Linear(3, 1), "r.safetensors")
     return tmp_path
-
-
-class Small(torch.nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
 
 
 CLASSIFIER = ["networks_of_cli:classifier", "c.safetensors"]
@@ -84,11 +98,10 @@ def test_a_fit_its_file_and_an_evaluation(folder: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "posterior" in printed
     assert "far" in printed
-    network = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).eval()
-    load_model(network, "c.safetensors")
+    load_model(model := network(), "c.safetensors")
     with np.load("data.npz") as data:
         x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
-    nll = -lw.load("p.safetensors", network).predict(x).log_prob(y).mean()
+    nll = -lw.load("p.safetensors", model).predict(x).log_prob(y).mean()
     assert f"{nll:.4f}" in printed  # the CSV file holds the same rows as the arrays
 
 
@@ -119,9 +132,8 @@ def test_parquet_names_the_package_that_reads_it(folder: Path, capsys, monkeypat
         raise ImportError("Unable to find a usable engine; tried using: 'pyarrow', 'fastparquet'.")
 
     monkeypatch.setattr(pd, "read_parquet", read)
-    with pytest.raises(SystemExit):
-        main(["fit", *CLASSIFIER, "table.parquet"])
-    assert "table.parquet needs the package pyarrow. Run pip install" in capsys.readouterr().err
+    said = refused(["fit", *CLASSIFIER, "table.parquet"], capsys)
+    assert "table.parquet needs the package pyarrow. Run pip install" in said
 
 
 WEIGHT_SHARING = "--method.weight_sharing {expand,reduce} treatment of weights that are used at several positions"
@@ -145,27 +157,22 @@ def test_help_has_these_words(words: str, capsys) -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     command: str, out: str, folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lw.fit(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2)).save("p")
+    lw.fit(network(), DATA).save("p")
     for work in ("fit", "load", "compare"):
         monkeypatch.setattr(lw, work, lambda *_, **__: pytest.fail("it works before it looks at the path"))
-    with pytest.raises(SystemExit) as done:
-        main([command, *CLASSIFIER, *(["p"] if command == "report" else []), "data.npz", "--out", out])
-    assert done.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert "is not an ordinary file" in printed if out == "." else "missing/p cannot be written: No such" in printed
+    said = refused([command, *CLASSIFIER, *(["p"] if command == "report" else []), "data.npz", "--out", out], capsys)
+    assert "is not an ordinary file" in said if out == "." else "missing/p cannot be written: No such" in said
 
 
 @pytest.mark.parametrize("by", ["mahalanobis", "knn"])
 def test_info_of_a_detector(by: Any, folder: Path, capsys) -> None:
-    lw.novelty(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2), by).save("detector")
+    lw.novelty(network(), DATA, by).save("detector")
     main(["info", "detector"])
     assert capsys.readouterr().out == f"detector         lw.novelty by {by}, 6 features\n"
 
 
 def test_info_of_a_mixture(folder: Path, capsys) -> None:
-    x, y = torch.randn(9, 3), torch.arange(9) % 2
-    members = [lw.fit(Small().eval(), (x, y), lw.Diagonal(), prior_precision=float(n + 1)) for n in range(11)]
+    members = [lw.fit(network(), DATA, lw.Diagonal(), prior_precision=float(n + 1)) for n in range(11)]
     lw.mixture(members).save("ensemble")
     main(["info", "ensemble"])
     lines = capsys.readouterr().out.splitlines()
@@ -175,7 +182,7 @@ def test_info_of_a_mixture(folder: Path, capsys) -> None:
 
 
 def test_info_needs_no_extra(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    lw.fit(Small().eval(), (torch.randn(9, 3), torch.arange(9) % 2), lw.Diagonal()).save("p")
+    lw.fit(network(), DATA, lw.Diagonal()).save("p")
     hide(monkeypatch, "jsonargparse")
     main(["info", "p"])
     assert "method           Diagonal(), 9 samples" in capsys.readouterr().out
@@ -211,10 +218,4 @@ def test_info_needs_no_extra(folder: Path, capsys, monkeypatch: pytest.MonkeyPat
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_sentence(arguments: list[str], sentence: str, folder: Path, capsys) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(arguments)
-    printed = capsys.readouterr()
-    assert done.value.code == 2
-    assert printed.err.startswith("lapwing: ")
-    assert printed.err.count("\n") == 1
-    assert sentence in printed.err
+    assert sentence in refused(arguments, capsys)

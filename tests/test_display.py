@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,12 @@ from torch import nn
 
 import lapwing as lw
 from lapwing.network.entry import outside_modes
+from tests.trained import small_network
 
 X, LABELS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 
 
-def network(outputs: int = 3) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)).eval()
+network = partial(small_network, 8)
 
 
 def public(result: object) -> set[str]:
