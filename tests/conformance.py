@@ -103,12 +103,7 @@ def pack(x: Any, y: Tensor) -> Any:
 
 def cut(x: Any, y: Tensor, lengths: Sequence[int]) -> list[Any]:
     """Cuts data into batches of the given lengths."""
-    batches, start = [], 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        batches.append(pack(oracle.take(x, rows), y[rows]))
-        start += length
-    return batches
+    return [pack(oracle.take(x, rows), y[rows]) for rows in torch.arange(len(y)).split(tuple(lengths))]
 
 
 def block_slices(blocks: Sequence[Block]) -> dict[str, slice]:
@@ -181,7 +176,6 @@ class Setup:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The treated blocks."""
         return self.tangent.blocks
 
     @cached_property
@@ -224,11 +218,9 @@ class Setup:
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each block lies among the P columns."""
         return block_slices(self.blocks)
 
     def expand(self, values: Tensor) -> Tensor:
-        """Repeats one value a block over its weights, (P,)."""
         return expanded(self.blocks, values)
 
     def block_diagonal(self, matrix: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lapwing as lw
+from lapwing import environment
 from lapwing.environment import memory_limit
 
 
@@ -23,8 +24,6 @@ def test_versions_name_what_runs():
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    from lapwing import environment
-
     def missing(name):
         raise environment.PackageNotFoundError(name)
 
@@ -33,8 +32,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 
 def test_the_distribution_lapwing_of_others_is_reported(monkeypatch):
-    from lapwing import environment
-
     monkeypatch.setattr(environment, "version", {"lapwing": "1.1.0"}.get)
     assert "\nconflict     the distribution lapwing 1.1.0 is installed too" in lw.versions()
     assert "pip uninstall lapwing lapwing-torch" in lw.versions()

@@ -290,13 +290,11 @@ def test_variances_of_several_groups_are_exact():
     (posterior,) = untouched(model, lambda: lw.MeanField.from_optimizer(model, optimiser, batches))
     untouched(model, lambda: posterior.predict(test, via=lw.MonteCarlo(3)))
     assert posterior.model is model
-    found, start = flat_variances(posterior), 0
+    found = flat_variances(posterior)
     for names, group in zip((biases, weights), optimiser.param_groups, strict=True):
-        start = 0
-        for name in names:
-            h = group["hess"][start : start + named[name].numel()].reshape(named[name].shape)
-            close(found[name], 1 / (group["ess"] * (h + group["weight_decay"])), 1e-12)
-            start += named[name].numel()
+        parts = group["hess"].split([named[name].numel() for name in names])
+        for name, h in zip(names, parts, strict=True):
+            close(found[name].flatten(), 1 / (group["ess"] * (h + group["weight_decay"])), 1e-12)
     close(posterior.latent(test).mean, oracle.outputs(model, test))
     twice = flat_variances(lw.MeanField.from_optimizer(model, optimiser, batches, scale=2.0))
     assert all(torch.allclose(twice[name], 2 * value) for name, value in found.items())

@@ -9,11 +9,10 @@ from torch import nn
 import lapwing as lw
 from lapwing.covariance import PriorCovariance
 from tests import oracle
-from tests.conformance import close, pack, setup
+from tests.conformance import CUTS, close, pack, setup
 from tests.trained import train
 
 WEIGHTS = torch.tensor([2.0, 0.0, 1.0, 3.0, 1.0, 1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
-CUTS = (5, 3, 1)
 METHODS = {
     "full": lw.Full(), "dual": lw.Full(form="dual"), "diagonal": lw.Diagonal(), "kfac": lw.KFAC(),
     "reduce": lw.KFAC(weight_sharing="reduce"), "ekfac": lw.EKFAC(),
@@ -25,13 +24,8 @@ METHODS = {
 
 def weighted(problem, weights=WEIGHTS):
     """Uneven batches (x, y, w)."""
-    batches, start = [], 0
-    for length in CUTS:
-        rows = slice(start, start + length)
-        x, y, w = oracle.take(problem.x, rows), problem.y[rows], weights[rows]
-        batches.append({**pack(x, y), "sample_weights": w} if isinstance(x, dict) else (*pack(x, y), w))
-        start += length
-    return batches
+    parts = zip(problem.loader, weights.split(CUTS), strict=True)
+    return [{**batch, "sample_weights": w} if isinstance(batch, dict) else (*batch, w) for batch, w in parts]
 
 
 def repeated(problem, weights=WEIGHTS):

@@ -239,14 +239,10 @@ def test_early_stopping_on_augmented_digits(digits, form, delta):
     held_out, scores = list(augmented), {}
     for count in (512 >> i for i in range(10)):
         inner = torch.zeros(20, 20).double()
-        seen = 0
-        for x, _ in loader:
-            x = x[: max(0, count - seen)]
-            seen += len(x)
-            if len(x):
-                J = whole.tangent.record(x).rows().double()
-                fisher, phi = oracle.softmax_fisher(model(x).detach().double()), J @ V.T
-                inner += torch.einsum("nck,ncd,ndl->kl", phi, fisher, phi)
+        for x in torch.cat([x for x, _ in loader])[:count].split(100):
+            J = whole.tangent.record(x).rows().double()
+            fisher, phi = oracle.softmax_fisher(model(x).detach().double()), J @ V.T
+            inner += torch.einsum("nck,ncd,ndl->kl", phi, fisher, phi)
         share = count / 512 if form == "scaled" else 1.0
         sigma = torch.linalg.inv(inner + share * delta * torch.eye(20).double())
         scores[count] = dense_score(whole, V, sigma, held_out)

@@ -18,7 +18,7 @@ from lapwing.methods.valla.inducing import kernel
 from lapwing.methods.valla.points import cluster_centres, inducing_points, movable
 from lapwing.tangent import Anchors, Tangent
 from tests import oracle
-from tests.conformance import NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance
+from tests.conformance import CUTS, NOISE, Setup, close, cut, jacobian, psd, setup, subspace_covariance
 from tests.conformance import subspace as span_of
 from tests.methods.test_methods import FEW, MethodConformance, OnFewNetworks
 
@@ -183,10 +183,9 @@ def test_a_constant_rate_is_the_running_mean_that_it_says():
     problem, rate = setup("mlp_scalar"), 0.3
     given = lw.InducingPoints(problem.x[:4])
     found = problem.fit(lw.VaLLA(given, fit=lw.NaturalGradient(3, rate=rate)))
-    G, start = torch.zeros_like(problem.G), 0
-    for length in (5, 3, 1):
-        J = problem.J[start : start + length, 0]
-        G, start = (1 - rate) * G + rate * 9 / length * J.T @ J / NOISE, start + length
+    G = torch.zeros_like(problem.G)
+    for J in problem.J[:, 0].split(CUTS):
+        G = (1 - rate) * G + rate * 9 / len(J) * J.T @ J / NOISE
     rows = jacobian(problem.model, given.inputs, problem.blocks)[:, 0]
     wanted = subspace_covariance(span_of(rows), G, torch.full_like(rows[0], 2.0), True)
     close(found.covariance.to_dense(), wanted, 1e-8)

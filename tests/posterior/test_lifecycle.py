@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any
@@ -372,23 +373,15 @@ def test_unused_parameters_keep_the_prior(method: lw.Method, reloaded: Any) -> N
 # --- threads ---------------------------------------------------------------------------------------------------------
 def in_threads(work: Callable[[int], None], turns: int) -> None:
     """Run `work` in three threads that start together; an exception of one of them is raised here."""
-    wrong: list[BaseException] = []
     start = threading.Barrier(3)
 
     def run(first: int) -> None:
-        try:
-            start.wait()
-            for i in range(first, first + turns):
-                work(i)
-        except BaseException as error:
-            wrong.append(error)
+        start.wait()
+        for i in range(first, first + turns):
+            work(i)
 
-    threads = [threading.Thread(target=run, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(run, range(3)))
 
 
 def test_a_thread_that_holds_the_network_does_not_wait_for_one_that_reads_another() -> None:

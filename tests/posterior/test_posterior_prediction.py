@@ -59,10 +59,9 @@ def test_monte_carlo_runs_the_network_under_the_drawn_weights():
     for found in drawn:
         vectors = fitted.covariance.sample(1, generator)
         flat = problem.theta + torch.cat([vectors[b.name][0] for b in problem.blocks])
-        start, weights = 0, {}
+        weights = {}
         for block in problem.blocks:
-            weights |= block.split(flat[start : start + block.size])
-            start += block.size
+            weights |= block.split(flat[problem.slices[block.name]])
         close(found, torch.func.functional_call(problem.model, weights, problem.test).detach(), 1e-10)
 
 
