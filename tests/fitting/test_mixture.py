@@ -10,6 +10,7 @@ from statistics import NormalDist
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Bernoulli, Categorical, Independent
 
 import lapwing as lw
 from lapwing.likelihoods.predictions import PSEUDO_WEIGHT
@@ -53,37 +54,21 @@ def members(kind: str, count: int = 3) -> list[lw.Posterior]:
     return [member(kind, seed) for seed in range(count)]
 
 
-def entropy(p: torch.Tensor) -> torch.Tensor:
-    return -(p * p.log()).sum(-1)
-
-
-def test_classes_get_the_mean_of_the_members_probabilities():
-    each, (x, y) = members("categorical"), data("categorical", 30)
+@pytest.mark.parametrize(("kind", "name"), [("categorical", "ClassMixture"), ("bernoulli", "BernoulliMixture")])
+def test_labels_get_the_mean_of_the_members_probabilities(kind, name):
+    law = lambda p: Categorical(p) if kind == "categorical" else Independent(Bernoulli(p), 1)  # noqa: E731
+    each, (x, y) = members(kind), data(kind, 30)
     prediction, parts = lw.mixture(each).predict(x), [member.predict(x) for member in each]
     probs = torch.stack([part.probs for part in parts])
     torch.testing.assert_close(prediction.probs, probs.mean(0))
-    torch.testing.assert_close(prediction.log_prob(y), probs.mean(0)[torch.arange(30), y].log())
-    torch.testing.assert_close(prediction.entropy(), entropy(probs.mean(0)))
+    torch.testing.assert_close(prediction.log_prob(y), law(probs.mean(0)).log_prob(y.double()))
+    torch.testing.assert_close(prediction.entropy(), law(probs.mean(0)).entropy())
     between, within = prediction.between_members(), prediction.within_members()
-    torch.testing.assert_close(prediction.entropy(), entropy(probs).mean(0) + between)
+    torch.testing.assert_close(prediction.entropy(), law(probs).entropy().mean(0) + between)
     torch.testing.assert_close(within, torch.stack([part.mutual_information() for part in parts]).mean(0))
     torch.testing.assert_close(prediction.mutual_information(), between + within)
     assert float(between.min()) > 1e-5 < float(within.min())
-    assert "ClassMixture(30 inputs" in repr(prediction)
-
-
-def test_yes_or_no_gets_the_mean_of_the_members_probabilities():
-    each, (x, y) = members("bernoulli"), data("bernoulli", 30)
-    prediction = lw.mixture(each).predict(x)
-    parts = [member.predict(x) for member in each]
-    yes = torch.stack([part.probs for part in parts])
-    torch.testing.assert_close(prediction.probs, yes.mean(0))
-    of_both = entropy(torch.stack([yes, 1 - yes], -1)).sum(-1)  # (M, B)
-    torch.testing.assert_close(prediction.entropy(), of_both.mean(0) + prediction.between_members())
-    torch.testing.assert_close(prediction.log_prob(y), torch.where(y == 1, yes.mean(0), 1 - yes.mean(0)).log().sum(-1))
-    torch.testing.assert_close(
-        prediction.within_members(), torch.stack([part.mutual_information() for part in parts]).mean(0)
-    )
+    assert f"{name}(30 inputs" in repr(prediction)
 
 
 @pytest.mark.parametrize("way", [None, lw.MonteCarlo(7)], ids=["gaussian", "weight draws"])

@@ -201,13 +201,10 @@ def classes(count: int, sort: bool = False) -> tuple[Tensor, Tensor]:
 
 
 class TestChoiceOfPoints:
-    def problem(self, outputs: int = 3) -> Setup:
-        return setup("mlp" if outputs == 3 else "mlp_scalar")
-
     @pytest.mark.parametrize("initial", ["kmeans", "data"])
     def test_classes_and_outputs_are_balanced(self, initial):
         x, y = classes(300)
-        anchors = points_of(self.problem(), lw.VaLLA(12, initial=initial), [(x[:200], y[:200]), (x[200:], y[200:])])
+        anchors = points_of(setup("mlp"), lw.VaLLA(12, initial=initial), [(x[:200], y[:200]), (x[200:], y[200:])])
         means = anchors.inputs[0].value[anchors.samples].mean(1)
         assert (means / 5).round().long().bincount().tolist() == [4, 4, 4]
         assert anchors.outputs.bincount().tolist() == [4, 4, 4]
@@ -220,16 +217,16 @@ class TestChoiceOfPoints:
     def test_centres_are_those_of_clusters(self):
         x = torch.tensor([[0.0], [0.1], [5.0], [5.2], [9.0]]).double().expand(5, 3).contiguous()
         loader = [(x, torch.zeros(5, 1).double())]
-        anchors = points_of(self.problem(1), lw.VaLLA(3), loader)
+        anchors = points_of(setup("mlp_scalar"), lw.VaLLA(3), loader)
         assert sorted(anchors.inputs[0].value[:, 0].tolist()) == pytest.approx([0.05, 5.1, 9.0])
         assert anchors.outputs.tolist() == [0, 0, 0]
 
     def test_more_points_than_samples_take_further_outputs(self):
         x, y = classes(6)
-        anchors = points_of(self.problem(), lw.VaLLA(10), [(x, y)])
+        anchors = points_of(setup("mlp"), lw.VaLLA(10), [(x, y)])
         pairs = set(zip(anchors.samples.tolist(), anchors.outputs.tolist(), strict=True))
         assert len(pairs) == len(anchors) == 10
-        assert len(points_of(self.problem(), lw.VaLLA(100), [(x, y)])) == 18
+        assert len(points_of(setup("mlp"), lw.VaLLA(100), [(x, y)])) == 18
 
     def test_only_the_first_samples_are_looked_at(self):
         seen = set()
@@ -245,7 +242,7 @@ class TestChoiceOfPoints:
                 return self.x[i], self.y[i]
 
         loader = torch.utils.data.DataLoader(Data(), batch_size=500)
-        fitted = self.problem().fit(lw.VaLLA(10, fit=lw.NaturalGradient(2)), loader=loader)
+        fitted = setup("mlp").fit(lw.VaLLA(10, fit=lw.NaturalGradient(2)), loader=loader)
         assert max(seen) == 1999  # of 2000 for the points; two batches of steps
         assert fitted.samples == 1000
         assert fitted.data_factor == 6

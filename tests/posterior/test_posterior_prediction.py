@@ -1,4 +1,4 @@
-"""Prediction from every method: joint covariances, weight draws, gradients in x, loaders, and low precision."""
+"""Prediction from every method: joint covariances, weight draws, gradients in x, loaders, low precision, inference mode."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import lapwing as lw
 from lapwing.covariance import JointLatent
 from tests import oracle
 from tests.conformance import EVERY, close, covering, cut, psd, sampled_from, setup
+from tests.trained import train
 from tests.tuning.test_evidence import METHODS, every
 
 
@@ -185,3 +186,23 @@ def test_float32_residual_does_not_go_negative():
         variance, wanted = fitted.latent(x).variance, twin.latent(x.double()).variance
         assert (variance > 0).all()
         assert ((variance.double() - wanted).abs() < 0.02 * wanted + 1e-9).all()
+
+
+# --- inference mode --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [None, lw.MonteCarlo(draws=8), lw.Streamlined()])
+def test_noise_by_the_inputs_of_a_layer_is_predicted_in_inference_mode(way: lw.Way | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(400, 1, generator=generator) * 4 - 2
+    y = torch.sin(2 * x) + (0.05 + 0.1 * (x + 2)) * torch.randn(400, 1, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
+        train(model, lambda: nn.functional.mse_loss(model(x), y), 300, 1e-2)
+    posterior = lw.fit(model, (x, y), lw.KFAC(), likelihood=lw.Gaussian(noise="input"), validation=(x + 0.01, y))
+    assert posterior.likelihood.input_noise is not None
+    wanted = posterior.predict(x[:5], via=way).std
+    with torch.inference_mode():
+        for inputs in (x[:5], x[:5].clone(), [(x[:5], y[:5])]):
+            torch.testing.assert_close(posterior.predict(inputs, via=way).std, wanted)
