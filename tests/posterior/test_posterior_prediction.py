@@ -1,4 +1,4 @@
-"""Prediction from every method: joint covariances, weight draws, gradients in x, loaders, low precision, inference mode."""
+"""Predictions of every method: joint covariances, weight draws, gradients in x, loaders, precision, inference mode."""
 
 from __future__ import annotations
 
