@@ -61,7 +61,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "networks_of_cli", raising=False)
     (tmp_path / "networks_of_cli.py").write_text(MODULE)
-    torch.manual_seed(0)
     x = torch.randn(40, 3)
     y = (x[:, 0] + 0.5 * torch.randn(40) > 0).long()
     np.savez("data.npz", x=x.numpy(), y=y.numpy())

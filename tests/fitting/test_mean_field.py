@@ -144,7 +144,6 @@ def regression(outputs: int = 1) -> tuple[nn.Linear, Tensor, Tensor]:
     x[:, 2] += 0.7 * x[:, 0]
     y = x @ torch.randn(3, outputs, generator=generator(2), dtype=torch.float64)
     y = y + 0.5 * torch.randn(y.shape, generator=generator(3), dtype=torch.float64)
-    torch.manual_seed(0)
     return nn.Linear(3, outputs, bias=False).double().eval(), x, y
 
 

@@ -147,7 +147,6 @@ def test_further_data_with_weights(name, method, reloaded):
 
 def regression(count=300):
     """A network of two outputs, and its data, in float64."""
-    torch.manual_seed(0)
     x = torch.randn(count, 4, dtype=torch.float64)
     y = torch.stack([x[:, 0].sin(), 5 * x[:, 1]], 1) + torch.tensor([0.3, 2.0]) * torch.randn(count, 2)
     model = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 2)).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -55,19 +56,14 @@ class TestLowRankPlusDiagonal(StructureConformance):
 
 def wander(model: nn.Module, count: int, size: float = 0.05) -> list[dict[str, Tensor]]:
     """Returns state dicts of trained weights moved at random, those that are not frozen."""
-    states = []
-    generator = torch.Generator().manual_seed(7)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    moving = [name for name, value in model.named_parameters() if value.requires_grad]
+    states, generator = [], torch.Generator().manual_seed(7)
     for _ in range(count):
-        state = dict(start)
-        for name in moving:
-            noise = torch.randn(start[name].shape, generator=generator, dtype=torch.float64)
-            state[name] = start[name] + size * noise.to(start[name].dtype)
-        for name, parameter in model.named_parameters(remove_duplicate=False):  # tied weights stay tied
-            first = next(n for n, p in model.named_parameters() if p is parameter)
-            state[name] = state[first]
-        states.append(state)
+        moved = copy.deepcopy(model)
+        for value in moved.parameters():
+            if value.requires_grad:
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                value.data += size * noise.to(value.dtype)
+        states.append(moved.state_dict())
     return states
 
 

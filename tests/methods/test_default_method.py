@@ -139,7 +139,6 @@ CASES = {  # likelihood, targets, outputs, and whether the rule of classes holds
 @pytest.mark.parametrize("case", CASES)
 def test_all_targets_but_classes_follow_the_rule_of_regressions_which_is_printed(case):
     likelihood, y, outputs, classified = CASES[case]
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).eval()
     data = [(torch.randn(30, 3), dict(zip("ab", y, strict=True)) if isinstance(y, tuple) else y)]
     posterior = lw.fit(model, data, likelihood=likelihood)

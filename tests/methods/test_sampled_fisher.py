@@ -17,7 +17,6 @@ SAMPLED = lw.KFAC(fisher="sampled")
 
 
 def network(samples: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4)).double().eval()
     return model, torch.randn(samples, 2).double(), torch.arange(samples) % 4
 

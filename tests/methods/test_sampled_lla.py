@@ -159,11 +159,8 @@ def test_many_outputs_sample_the_fisher(monkeypatch):
 
 def interpolating() -> tuple[nn.Module, Tensor, Tensor]:
     """A network of one output, and 60 rows that it fits exactly."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)).double().eval()
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1)).double().eval()
+    x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return net, x, net(x).detach()
 
 
@@ -182,9 +179,9 @@ def ratio_to_full(noise: float, count: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("noise", [1e-4, 1e-10])
 def test_draws_of_a_network_that_interpolates(noise, count):
     """Variances are Full's times a χ² of S degrees over S."""
+    ratio = ratio_to_full(noise, count, torch.float64)
     chi_square = torch.distributions.Chi2(torch.tensor(float(count))).sample((100_000,)) / count
     low, high = chi_square.quantile(torch.tensor([1e-4, 1 - 1e-4]))
-    ratio = ratio_to_full(noise, count, torch.float64)
     assert low < ratio.min()
     assert ratio.max() < high
 
@@ -202,9 +199,7 @@ def test_draws_of_a_float32_classifier_at_weak_priors_are_those_in_float64():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64) + 3
     y, test = torch.randint(3, (60,), generator=generator), x[:12] + 0.1
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 3)).double().eval()
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 3)).double().eval()
     options = {"params": lw.everything, "prior_precision": 1e-6, "tune": None}
     full = lw.fit(net, [(x, y)], lw.Full(), **options).latent(test).variance
     fitted = lw.fit(net.float(), [(x.float(), y)], lw.SampledLLA(64), **options)

@@ -114,12 +114,10 @@ def test_covariances_grow_along_a_chain_from_zero_to_the_prior(name, chain, delt
 
 def wide_problem(outputs: int = 3) -> tuple[nn.Module, list, Tensor]:
     """A network of 76 000 weights: 24 rows of J exceed 14 MB, so 16 MiB hold them and little else, 40 do not fit."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        layers = [nn.Linear(20, 260), nn.Tanh(), nn.Linear(260, 260), nn.Tanh(), nn.Linear(260, outputs)]
-        model = nn.Sequential(*layers).double().eval()
-        x, y = torch.randn(14, 20).double(), torch.randint(outputs, (14,))
-        test = torch.randn(4, 20).double()
+    layers = [nn.Linear(20, 260), nn.Tanh(), nn.Linear(260, 260), nn.Tanh(), nn.Linear(260, outputs)]
+    model = nn.Sequential(*layers).double().eval()
+    x, y = torch.randn(14, 20).double(), torch.randint(outputs, (14,))
+    test = torch.randn(4, 20).double()
     return model, [(x[:9], y[:9]), (x[9:13], y[9:13]), (x[13:], y[13:])], test
 
 
@@ -146,10 +144,8 @@ def test_a_thousand_outputs_go_by_forward_mode(monkeypatch):
     calls = []
     forward = record.forward_products
     monkeypatch.setattr(record, "forward_products", lambda *a: calls.append(1) or forward(*a))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1000)).double().eval()
-        x, y, test = torch.randn(9, 5).double(), torch.randint(1000, (9,)), torch.randn(2, 5).double()
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1000)).double().eval()
+    x, y, test = torch.randn(9, 5).double(), torch.randint(1000, (9,)), torch.randn(2, 5).double()
     fitted = lw.fit(model, [(x[:4], y[:4]), (x[4:], y[4:])], lw.ELLA(6, 20), prior_precision=0.7, tune=None)
     assert len(calls) >= 2
     del calls[:]

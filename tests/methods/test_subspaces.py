@@ -194,7 +194,6 @@ class TestHardCases:
 
 def one_dimension(width: int, samples: int) -> tuple[torch.nn.Module, list[tuple[Tensor, Tensor]]]:
     """A deep network in one dimension: its rows span directions over many decades, all within the noise's reach."""
-    torch.manual_seed(0)
     nn = torch.nn
     layers = nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
     x = torch.linspace(-3, 3, samples)[:, None]

@@ -159,11 +159,9 @@ def test_nothing_to_move_is_the_closed_form(caplog):
 
 
 def toy(count: int = 60) -> tuple[nn.Module, Tensor, Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(1, 15), nn.Tanh(), nn.Linear(15, 1)).double().eval()
-        x = torch.linspace(-2, 2, count)[:, None].double()
-        return model, x, model(x).detach() + 0.3 * torch.randn(count, 1).double()
+    model = nn.Sequential(nn.Linear(1, 15), nn.Tanh(), nn.Linear(15, 1)).double().eval()
+    x = torch.linspace(-2, 2, count)[:, None].double()
+    return model, x, model(x).detach() + 0.3 * torch.randn(count, 1).double()
 
 
 @pytest.mark.slow
