@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -127,10 +128,8 @@ def test_a_report(folder: Path, capsys) -> None:
 
 
 def test_parquet_names_the_package_that_reads_it(folder: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(path: Path) -> None:
-        raise ImportError("Unable to find a usable engine; tried using: 'pyarrow', 'fastparquet'.")
-
-    monkeypatch.setattr(pd, "read_parquet", read)
+    missing = ImportError("Unable to find a usable engine; tried using: 'pyarrow', 'fastparquet'.")
+    monkeypatch.setattr(pd, "read_parquet", mock.Mock(side_effect=missing))
     said = refused(["fit", *CLASSIFIER, "table.parquet"], capsys)
     assert "table.parquet needs the package pyarrow. Run pip install" in said
 

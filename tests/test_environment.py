@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,7 @@ def test_versions_name_what_runs():
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    def missing(name):
-        raise environment.PackageNotFoundError(name)
-
-    monkeypatch.setattr(environment, "version", missing)
+    monkeypatch.setattr(environment, "version", mock.Mock(side_effect=environment.PackageNotFoundError))
     assert "tqdm         not installed" in lw.versions()
 
 

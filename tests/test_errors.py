@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,10 +77,8 @@ def test_a_comparison_without_foreign_sets_needs_no_extra(monkeypatch: pytest.Mo
 
 
 def test_what_an_installed_package_lacks_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
-
-    monkeypatch.setattr("lapwing.errors.importlib.import_module", broken)
+    missing = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+    monkeypatch.setattr("lapwing.errors.importlib.import_module", mock.Mock(side_effect=missing))
     with pytest.raises(ModuleNotFoundError, match="numpy"):
         extra("pandas")
 

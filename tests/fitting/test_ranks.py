@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,11 +122,9 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_processes_that_cannot_be_reached() -> None:
-    def fail() -> None:
-        raise RuntimeError("No backend type associated with device type cuda\nfurther")
-
+    error = RuntimeError("No backend type associated with device type cuda\nfurther")
     with pytest.raises(lw.LapwingError, match=r"others: No backend .* cuda\. .* init_process_group\(\)"):
-        collectives._Group(0, 2).run(fail)
+        collectives._Group(0, 2).run(mock.Mock(side_effect=error))
 
 
 @pytest.mark.parametrize(("samples", "size"), [(1, 3), (2, 3), (7, 2), (9, 4), (12, 4)])

@@ -53,12 +53,18 @@ def network(outputs: int = 2) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double().eval()
 
 
-def test_influence_is_exact_for_a_linear_model() -> None:
+@pytest.mark.parametrize("copies", [1, 3])
+def test_influence_is_exact_for_a_linear_model(copies: int) -> None:
+    """With `data_size` a row is removed with all its copies."""
     (x, y), test = data(), torch.randn(5, 3, dtype=F64)
-    model = ridge(x, y)
-    found = fitted(model, x, y).influence([(x[:10], y[:10]), (x[10:], y[10:])], test)
+
+    def optimum(rows: Any) -> nn.Linear:
+        return ridge(x[rows].repeat(copies, 1), y[rows].repeat(copies, 1))
+
+    model, size = optimum(slice(None)), None if copies == 1 else copies * len(x)
+    found = fitted(model, x, y, data_size=size).influence([(x[:10], y[:10]), (x[10:], y[10:])], test)
     keep = torch.eye(len(x), dtype=torch.bool).logical_not()
-    again = torch.stack([(ridge(x[rows], y[rows])(test) - model(test)).detach() for rows in keep], -1)
+    again = torch.stack([(optimum(rows)(test) - model(test)).detach() for rows in keep], -1)
     close(found, again)
 
 
@@ -89,15 +95,6 @@ def test_influence_takes_the_sample_weights_of_the_fit(reloaded: Any) -> None:
     loaded = reloaded(posterior, model)
     for one in (posterior, loaded, posterior.update((x, y))):
         refused(lambda one=one: one.influence((x, y), test), "no sample weights … targets, weights")
-
-
-def test_a_row_is_removed_with_all_its_copies() -> None:
-    (x, y), test = data(), torch.randn(5, 3, dtype=F64)
-    thrice = ridge(x.repeat(3, 1), y.repeat(3, 1))
-    found = fitted(thrice, x, y, data_size=3 * len(x)).influence((x, y), test)
-    keep = torch.eye(len(x), dtype=torch.bool).logical_not()
-    again = [ridge(x[rows].repeat(3, 1), y[rows].repeat(3, 1))(test) - thrice(test) for rows in keep]
-    close(found, torch.stack(again, -1).detach())
 
 
 def trained(x: Tensor, labels: Tensor) -> nn.Module:
@@ -163,13 +160,11 @@ def test_value_is_the_fall_after_a_fit_with_the_label() -> None:
     model = network()
     posterior = fitted(model, x, y)
     before = posterior.latent(test).variance.sum()
-    falls = []
-    for row in pool:
-        more = fitted(model, torch.cat([x, row[None]]), torch.cat([y, y[:1]]))
-        falls.append(before - more.latent(test).variance.sum())
+    labelled = [fitted(model, torch.cat([x, row[None]]), torch.cat([y, y[:1]])) for row in pool]
+    falls = [before - one.latent(test).variance.sum() for one in labelled]
     close(posterior.value(pool, test), torch.stack(falls), 1e-7)
-    labelled = fitted(model, torch.cat([x, given]), torch.cat([y, y[:3]]))
-    close(posterior.value(pool, test, given), labelled.value(pool, test), 1e-7)
+    more = fitted(model, torch.cat([x, given]), torch.cat([y, y[:3]]))
+    close(posterior.value(pool, test, given), more.value(pool, test), 1e-7)
     assert torch.equal(posterior.value(pool, test, given[:0]), posterior.value(pool, test))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,10 +70,8 @@ def posterior() -> lw.Posterior:
 @pytest.fixture
 def names() -> Iterator[None]:
     """Leaves the registry as it was."""
-    before = dict(COVARIANCES)
-    yield
-    COVARIANCES.clear()
-    COVARIANCES.update(before)
+    with mock.patch.dict(COVARIANCES):
+        yield
 
 
 @pytest.mark.usefixtures("names")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -79,26 +80,19 @@ def test_an_exception_while_writing_leaves_the_old_file(
     path = tmp_path / "file"
     files.write_safetensors(path, {"a": torch.ones(2)}, {"version": "old"})
     before = path.read_bytes()
-
-    def refuse(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patched:
-        patched.setattr(files.os, failing, refuse)
+        patched.setattr(files.os, failing, mock.Mock(side_effect=full))
         refused(
             lambda: files.write_safetensors(path, {"a": torch.zeros(1000)}, {"version": "new"}),
             str(path), "No space left on device", "Create its folder",
         )  # fmt: skip
-        patched.setattr(files.os, failing, interrupt)
+        patched.setattr(files.os, failing, mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             files.write_safetensors(path, {"a": torch.zeros(1000)}, {"version": "new"})
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["file"]  # nothing half-written is left
     assert files.read_safetensors(path)[1]["version"] == "old"
-
-
-def interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("path", [None, 3, b"bytes", "no\0name", "x" * 300, "/proc/none/file"], ids=repr)
