@@ -183,8 +183,8 @@ def function_draws() -> Call:
     return lambda n: posterior.sample_function(n=20)(x[:n])
 
 
-def on_posterior(method: str, *arguments: Any, hidden: int = 500) -> Call:
-    posterior = fitted(hidden=hidden)
+def on_posterior(method: str, *arguments: Any) -> Call:
+    posterior = fitted(hidden=500)
     return lambda n: getattr(posterior, method)(*arguments)
 
 

@@ -205,9 +205,9 @@ def test_expensive_weights_are_logged(caplog, monkeypatch):
     assert "all 101 weights cost too much" in caplog.text
 
 
-def token_network(outputs=5):
+def token_network():
     """A head over tokens, whose outputs have positions."""
-    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).eval()
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).eval()
 
 
 def test_many_outputs_are_treated_by_their_diagonal(caplog, monkeypatch):

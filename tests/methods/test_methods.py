@@ -425,9 +425,6 @@ def test_one_hot_inputs_are_in_their_eigenbasis():
     assert setup("embedding_bag_of_tokens").fit(lw.KFAC()).covariance.structures["embedding"].inputs is None
 
 
-# --- sampled Fisher, in expectation ----------------------------------------------------------------------------------
-
-
 def test_variances_of_a_rare_class_are_no_rounding_noise_of_float32() -> None:
     """A weak prior gives all logits together a huge variance, which must not leak into those that a softmax sees."""
     head, x = nn.Linear(32, 4).eval(), torch.randn(2000, 32).relu()

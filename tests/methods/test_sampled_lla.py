@@ -41,26 +41,26 @@ def draws_of(fitted: lw.Posterior) -> Tensor:
 
 
 def right_hand_sides(
-    problem: Setup, count: int, delta: Tensor, scale: float, seed: int = 0, dtype: torch.dtype = torch.float64
+    problem: Setup, count: int, delta: Tensor, scale: float, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """Returns `√s Σ_n J_nᵀ R_n ε_n + Δ^(1/2) ε₀` (S, P) by a loop, for the library's ε."""
     root = problem.likelihood.fisher_root(problem.f)  # R (N, C, R) at unit noise
     data = torch.zeros(count, len(problem.theta), dtype=torch.float64)
     for n, (J, R) in enumerate(zip(problem.J, root, strict=True)):
-        noise = torch.randn((R.shape[1], count), generator=generator_at(seed, n, DATA), dtype=torch.float64)
+        noise = torch.randn((R.shape[1], count), generator=generator_at(0, n, DATA), dtype=torch.float64)
         data += (R @ noise).T @ J
     double, cpu = torch.float64, torch.device("cpu")
     tangent = SimpleNamespace(blocks=problem.blocks, dtype=dtype, contraction_dtype=double, device=cpu)
-    fit: Any = SimpleNamespace(tangent=tangent, seed=seed)
+    fit: Any = SimpleNamespace(tangent=tangent, seed=0)
     prior = together(dict(prior_noise(fit, count)))
     return scale**0.5 * data + delta.sqrt() * prior
 
 
-def solved(problem: Setup, count: int, delta: Tensor | float = 2.0, factor: float = 1.0, seed: int = 0) -> Tensor:
+def solved(problem: Setup, count: int, delta: Tensor | float = 2.0, factor: float = 1.0) -> Tensor:
     """Returns the dense solution (S, P)."""
     delta = oracle.precision_vector(delta, len(problem.theta))
     scale = factor * (1.0 if problem.case.classification else 1 / NOISE)
-    b = right_hand_sides(problem, count, delta, scale, seed)
+    b = right_hand_sides(problem, count, delta, scale)
     return torch.linalg.solve(factor * problem.G + torch.diag(delta), b.T).T
 
 

@@ -17,9 +17,9 @@ from tests.methods.test_subspace_theorems import wide_problem
 from tests.refused import refused
 
 
-def places_of(method: lw.SubsetOfData, samples: int, seed: int = 0) -> Tensor:
+def places_of(method: lw.SubsetOfData, samples: int) -> Tensor:
     """The points of a uniform subset."""
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))[: method.size].sort().values
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(0))[: method.size].sort().values
 
 
 def alone(problem: Setup, places: Tensor, method: lw.Method | None = None, **options: object) -> lw.Posterior:

@@ -112,11 +112,11 @@ def test_covariances_grow_along_a_chain_from_zero_to_the_prior(name, chain, delt
         assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10 / delta
 
 
-def wide_problem(outputs: int = 3) -> tuple[nn.Module, list, Tensor]:
+def wide_problem() -> tuple[nn.Module, list, Tensor]:
     """A network of 76 000 weights: 24 rows of J exceed 14 MB, so 16 MiB hold them and little else, 40 do not fit."""
-    layers = [nn.Linear(20, 260), nn.Tanh(), nn.Linear(260, 260), nn.Tanh(), nn.Linear(260, outputs)]
+    layers = [nn.Linear(20, 260), nn.Tanh(), nn.Linear(260, 260), nn.Tanh(), nn.Linear(260, 3)]
     model = nn.Sequential(*layers).double().eval()
-    x, y = torch.randn(14, 20).double(), torch.randint(outputs, (14,))
+    x, y = torch.randn(14, 20).double(), torch.randint(3, (14,))
     test = torch.randn(4, 20).double()
     return model, [(x[:9], y[:9]), (x[9:13], y[9:13]), (x[13:], y[13:])], test
 
