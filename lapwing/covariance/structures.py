@@ -147,7 +147,7 @@ class KroneckerBlock(Structure):
     """`(U_out ⊗ U_in) diag(λ) (U_out ⊗ U_in)ᵀ` in G groups.
 
     U_in and U_out are eigenvectors of the sums `A = U_in diag(α) U_inᵀ` and `Γ = U_out diag(γ) U_outᵀ`, to which
-    further data can be added. λ are KFAC's `γ_j α_i / #`, or EKFAC's second moments of the rotated Jacobian.
+    further data can be added. λ are KFAC's `γ_j α_i / M`, or EKFAC's second moments of the rotated Jacobian.
     """
 
     eigenvalues: Tensor  # λ (G, O, I)

@@ -1,6 +1,6 @@
-"""The method of a fit: the user's, or the default, which their cost decides; and the network that it treats.
+"""Chooses the method of a fit if the user named none, and surveys the network.
 
-`choose` also checks that method, network, likelihood, tuning and data go together.
+`choose` also checks that the method, the network, the likelihood, the tuning and the data go together.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Choice:
     shape: FitShape  # of the surveyed network, the likelihood and the data
     prior: Prior
     reason: str | None  # why this is the default, and how to choose another; None if the user named method or weights
-    rule: str | None  # kind of targets whose default method and weights these are; None if the user named one of them
+    rule: str | None  # kind of targets, if its default was used; None if the user named method or weights
 
 
 def default_method(tangent: Tangent, likelihood: Likelihood, samples: int) -> Method | None:
-    """Returns the method for all weights and N samples; None for classes, or if all weights cost too much."""
+    """Returns the method for all weights and n samples; None for classes, or if all weights cost too much."""
     if classifies(likelihood, tangent):
         return None
     weights, rows = tangent.size, samples * tangent.width
-    numbers = (weights if tangent.positions.several else min(weights, rows)) * weights  # primal at positions
+    numbers = (weights if tangent.positions.several else min(weights, rows)) * weights  # `Full` is primal there
     fits = numbers <= min(FULL_NUMBERS, tangent.memory // 24) and rows * numbers <= FULL_MULTIPLY_ADDS
     if fits and tangent.contraction_dtype == torch.float64:
         return Full()
-    # the tuning reads the rows of all weights
-    tuned = tangent.size <= MAX_WEIGHTS and tangent.plan.explicit_size <= MAX_EXPLICIT_WEIGHTS
-    return KFAC() if tuned and tangent.width <= KFAC_OUTPUTS else None
+    # the tuning can read the Jacobian of all weights
+    tunable = tangent.size <= MAX_WEIGHTS and tangent.plan.explicit_size <= MAX_EXPLICIT_WEIGHTS
+    return KFAC() if tunable and tangent.width <= KFAC_OUTPUTS else None
 
 
-def default_fit(
+def default_choice(
     model: nn.Module, likelihood: Likelihood, survey: Callable[..., Tangent], count: Callable[[], int]
 ) -> tuple[Method | None, Tangent | None, str]:
     """Returns the method, the tangent of all trained weights, and the reason; None and None for the last layer."""
@@ -113,7 +113,7 @@ def choose(
     method, params, tangent, reason = options.method, options.params, None, None
     by_default = method is params is None
     if by_default:
-        method, tangent, reason = default_fit(model, data.likelihood, survey, count)
+        method, tangent, reason = default_choice(model, data.likelihood, survey, count)
     if tangent is None:
         if params is None:
             params = last_layer if method is None or method.treats_last_layer else everything
@@ -135,7 +135,7 @@ def choose(
 
 
 def _kfac_or_diagonal(outputs: int, last: bool, reason: str | None) -> tuple[Method, str | None]:
-    """Returns the method where only the parameters are known, and the reason; `last` means only the last layer."""
+    """Returns KFAC, or Diagonal for a last layer of many outputs, and the reason; `last` means only that layer."""
     if not last or outputs <= EXACT_OUTPUTS:
         return KFAC(), reason
     return Diagonal(), (

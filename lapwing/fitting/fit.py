@@ -79,9 +79,10 @@ def fit(
             tensors, NumPy arrays or pandas frames, or a map-style Dataset. Pairs and data sets are cut into batches of
             100, in order. Arrays of floats get the dtype of the weights; tensors keep theirs.
         method: structure of Σ and how to fit it. None chooses, and logs why: for classes or several labels KFAC over
-            the last layer; for all other targets `Full` over all trained weights if that is cheap, KFAC over all up to
-            a million, else KFAC over the last layer. All trained weights are treated if the last layer is frozen. A
-            last layer with more than 1 000 outputs gets Diagonal. With `params`, None means KFAC, or this Diagonal.
+            the last layer. For all other targets `Full` over all trained weights if that is cheap, KFAC over all if
+            there are at most a million and at most 10 outputs, else KFAC over the last layer. All trained weights are
+            treated if the last layer is frozen. A last layer with more than 1 000 outputs gets Diagonal. With `params`,
+            None means KFAC, or this Diagonal.
         likelihood: a name such as "categorical", or an instance. None infers it from the dtype of the targets. For
             "gaussian", and for None with floats, residuals decide on the noise and its tails: see `Gaussian`.
         params: parameters to treat. None means all trained ones if `method` is given.
@@ -106,8 +107,8 @@ def fit(
             count: the temperature of the posterior is their mean.
         forward: `forward(model, inputs)`, if `model(x)`, `model(*x)` and `model(**x)` are not the right call.
         memory: budget in bytes; None means 1 GiB, or an eighth of the GPU's memory if that is more. A fit uses up to
-            twice this, plus the posterior, the activations, and 28 n² bytes for the Kronecker factor of n inputs and
-            its decomposition.
+            twice this, plus the posterior, the activations, and 28 D² bytes for the Kronecker factor of a layer with D
+            inputs and its decomposition.
         seed: seed of all random choices.
         checkpoint: path of a file from which a killed fit continues, to the same posterior: call `lw.fit` again with
             the same arguments, and a loader that repeats its order. The end of the fit removes it.
@@ -145,13 +146,13 @@ def fit(
             fitted = _from_start(options, model, loader, file)
         else:
             fitted = continued(options, options.prior, model, loader, file), ()
-        return checked(*fitted)
+        return checked(*fitted)  # over several processes also sends what rank 0 tuned
 
 
 def _from_start(
     options: FitOptions, model: nn.Module, loader: Any, file: NoCheckpoint
 ) -> tuple[Posterior, tuple[Posterior, ...]]:
-    """Returns the tuned posterior of a fit without a former one, and posteriors of the first samples."""
+    """Returns the tuned posterior of a fit without a former one, and posteriors of the first parts of the data."""
     data = FitData.of(options, model, loader)
     choice = choose(options, model, data, data.training.count, data.training.expected_size or data.first.count)
     advice = advice_on_memory(choice.method, choice.shape)
@@ -162,14 +163,14 @@ def _from_start(
     prefixes = 0 if data.tune is None else data.tune.prefixes
     runner = Runner(data.training, prefixes, options.data_size, file)
     problem = _problem(options, choice, data)
-    with file.opened(  # it holds only the sums that the tuning needs, so a fit may continue with another tuning
+    with file.opened(  # another tuning may continue the fit if it needs the same passes
         data.training, options.described, problem.tangent, method=choice.method, likelihood=problem.likelihood,
         tune=[problem.traces_wanted, prefixes],
     ):  # fmt: skip
-        posterior, parts, shown = _run_and_tune(options, choice, problem, data, runner)
+        posterior, parts, count = _run_and_tune(options, choice, problem, data, runner)
     if options.data_size is None and isinstance(data.training.loader, DataLoader):
-        warn_of_unseen(data.training.loader, shown)
-    data.warn(options, posterior, shown)
+        warn_of_unseen(data.training.loader, count)
+    data.warn(options, posterior, count)
     return posterior, parts
 
 
@@ -178,14 +179,14 @@ def _problem(options: FitOptions, choice: Choice, data: FitData) -> Problem:
     tangent, prior, tune = choice.shape.tangent, choice.prior, data.tune
     likelihood = data.likelihood
     if heads := likelihood.open_heads(tangent.outputs):
-        likelihood = data.with_residuals(tangent, heads)
+        likelihood = data.likelihood_by_residuals(tangent, heads)
     if ranks.several():
         check_same_network(tangent.model)
     given = prior.fixed and not likelihood.needs_noise
     evidence = tune is not None and tune.reads_evidence and not (given and tune is DEFAULT_TUNING)
     return Problem(
         tangent=tangent, likelihood=likelihood,
-        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.shape.columns),  # for each rank
+        root=FisherRoot.of(tangent, likelihood, options.seed + ranks.rank(), choice.shape.columns),  # own draws
         prior=prior, traces_wanted=evidence,
         seed=options.seed, temperature=options.temperature, data_size=options.data_size,
     )  # fmt: skip
@@ -194,13 +195,13 @@ def _problem(options: FitOptions, choice: Choice, data: FitData) -> Problem:
 def _run_and_tune(
     options: FitOptions, choice: Choice, problem: Problem, data: FitData, runner: Runner
 ) -> tuple[Posterior, tuple[Posterior, ...], int]:
-    """Runs the passes of the method and tunes what is open; also returns posteriors of first parts, and n."""
+    """Runs the passes of the method and tunes what is open; also returns the posteriors of first parts, and n."""
     started, method, tune = time.perf_counter(), choice.method, data.tune
     asked = tune is not None and tune is not DEFAULT_TUNING  # by tune= or validation=
     stop = None if tune is None or not tune.prefixes else _stop(choice, problem, tune, runner)
-    result, shown = runner.run(method, problem, stop), runner.count()
+    result, count = runner.run(method, problem, stop), runner.count()
     posterior, parts = _posteriors_of(runner, choice, problem, result)
-    if result.logit_temperature is None:  # chosen by held-out labels, whose NLL may be large
+    if result.logit_temperature is None:  # otherwise the labels were held out, and their NLL may be large
         warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
     if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
@@ -209,22 +210,22 @@ def _run_and_tune(
         if asked and not problem.prior.fixed:
             unused = "validation=" if options.validation is not None else f"tune={type(tune).__name__}"
             log.warning("%s chooses its own prior: %s was not used.", type(method).__name__, unused)
-        return posterior, parts, shown
+        return posterior, parts, count
     settled = posterior.prior.fixed and posterior.noise_fixed
     if tune is None:
-        return posterior if settled else posterior.with_defaults(), parts, shown
+        return posterior if settled else posterior.with_defaults(), parts, count
     if settled and not asked and not posterior.likelihood.regressions:
-        return posterior, parts, shown
+        return posterior, parts, count
     before = time.perf_counter()
-    if not (asked or posterior.noise_fixed) and is_cheap(posterior, data.first, shown):
+    if not (asked or posterior.noise_fixed) and is_cheap(posterior, data.first, count):
         tune = Refit()
         log.info(
             "A fresh copy of the network is trained to measure its error on rows that it has not seen; "
             "tune=lw.BoundedEvidence() skips this."
         )
-    posterior = tuned(tune, posterior, Training(data.training, parts, shown))
+    posterior = tuned(tune, posterior, Training(data.training, parts, count))
     log.info("Tuned in %.3g s of %.3g s.", (end := time.perf_counter()) - before, end - started)
-    return posterior, parts, shown
+    return posterior, parts, count
 
 
 def _posteriors_of(
@@ -246,7 +247,7 @@ def _posteriors_of(
         factor *= problem.data_size / runner.count()
     every = [(summary.samples, result.covariance, summary.statistics, factor)]
     every += [(samples, *kept, 1.0) for samples, kept in runner.first_parts.items()]
-    if len(every) > 1 and factor > 1:
+    if len(every) > 1 and factor > 1:  # early stopping also tries the curvature of all data without N/n
         every.append((*every[0][:3], 1.0))
     posteriors = []
     for samples, covariance, statistics, part_factor in every:
@@ -266,7 +267,7 @@ def _posteriors_of(
 
 
 def _stop(choice: Choice, problem: Problem, tune: Tuning, runner: Runner) -> Stop | None:
-    """Returns the check that ends the curvature's pass, or None if the tuning needs the curvature of all data."""
+    """Returns the check that ends the fit at one of the first parts, or None if the tuning needs all data."""
     falls = tune.falls()
     if falls is None:
         return None

@@ -60,8 +60,8 @@ class FitData:
             tune = replace(tune, loader=held_out.on_first_rank())
         return cls(training, held_out, first, likelihood, tune)
 
-    def with_residuals(self, tangent: Tangent, keys: Iterable[Any]) -> Likelihood:
-        """Returns the likelihood with the noise of heads, or ratios, by residuals of held-out or training data."""
+    def likelihood_by_residuals(self, tangent: Tangent, keys: Iterable[Any]) -> Likelihood:
+        """Runs the network over held-out or training data; returns the likelihood with noise of heads, or ratios."""
         likelihood: Any = self.likelihood
         data = self.training if self.held_out is None else self.held_out
         sums = {key: DataSummary() for key in keys}
@@ -76,11 +76,11 @@ class FitData:
         totals = {key: summary.of_mean_weight(data.weighted) for key, summary in whole.items()}
         return likelihood.with_residuals(totals) if all(totals.values()) else likelihood
 
-    def warn(self, options: FitOptions, posterior: Posterior, shown: int) -> None:
+    def warn(self, options: FitOptions, posterior: Posterior, count: int) -> None:
         """Warns about data that make the error bars wrong, and logs if a likelihood has only a pseudo-evidence."""
         held_out = self.held_out
         if self.training.weighted:
-            _warn_of_weights(posterior, shown)
+            _warn_of_weights(posterior, count)
         batches = [self.first] if held_out is None else [self.first, held_out.first]
         texts = [samples for samples in batches if isinstance(samples.inputs.value, Mapping)]
         if texts and options.forward is None:
@@ -101,16 +101,16 @@ class FitData:
             )  # fmt: skip
 
 
-def _warn_of_weights(posterior: Posterior, shown: int) -> None:
+def _warn_of_weights(posterior: Posterior, count: int) -> None:
     """Warns of sample weights that sum to about 1, unless only ratios count or σ² gives them a unit."""
     total = float(posterior.statistics["weight"]) * posterior.data_factor
     likelihood = posterior.likelihood
     alone = likelihood.regressions and not likelihood.head_numbers
     meant = alone and (posterior.noise_fixed or posterior.temperature != 1)
-    if total < FEW_COUNTED <= shown / 10 and not meant:
+    if total < FEW_COUNTED <= count / 10 and not meant:
         log.warning(
             "The sample weights sum to %.3g, so %d samples count as %.3g, and the variances are nearly those of the "
-            "prior. Divide the weights by their mean.", total, shown, total,
+            "prior. Divide the weights by their mean.", total, count, total,
         )  # fmt: skip
 
 

@@ -43,5 +43,4 @@ class SquaredSums(CurvaturePass[BlockSums]):
 
     def finish(self, state: BlockSums) -> Blockwise:
         problem, structures = self._problem, {name: DiagonalBlock(total) for name, total in state.blocks.items()}
-        # δ and s are provisional: the posterior sets both
         return Blockwise(problem.tangent.blocks, structures, problem.precision, problem.scale.of_curvature)

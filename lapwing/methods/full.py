@@ -49,7 +49,7 @@ class Full(Method):
 
     def passes(self, problem: Problem) -> Passes:
         rows = (yield SamplesSeen()).count * problem.root.columns
-        problem.tangent.require(self._need(problem.tangent, rows))
+        problem.tangent.require(self.need(problem.tangent, rows))
         curvature = DenseCurvature(problem) if self._is_primal(problem.tangent, rows) else AllRows(problem, rows)
         return (yield from run_curvature_pass(curvature))
 
@@ -57,7 +57,8 @@ class Full(Method):
         """Whether the fit sums the GGN; otherwise it keeps all rows."""
         return tangent.positions.several or self.form == "primal" or (self.form == "auto" and rows > 0.6 * tangent.size)
 
-    def _need(self, tangent: Tangent, rows: int) -> MemoryNeed:
+    def need(self, tangent: Tangent, rows: int) -> MemoryNeed:
+        """Returns the tensors of a fit to this number of rows of the Jacobian."""
         size = tangent.size
         if self._is_primal(tangent, rows):
             return MemoryNeed("Full", 24 * size**2, f"a dense covariance of {size} weights", "use lw.KFAC()")
@@ -66,7 +67,7 @@ class Full(Method):
 
     def footprint(self, shape: FitShape) -> Footprint:
         size, rows = shape.tangent.size, shape.samples * shape.columns
-        needs = (self._need(shape.tangent, rows),)
+        needs = (self.need(shape.tangent, rows),)
         if self._is_primal(shape.tangent, rows):
             chunk = shape.chunk(torch.float64, 2 * shape.columns * size)
             peak = 8 * size**2 + max(32 * size**2, chunk)  # the sum; its copies and LAPACK's workspace

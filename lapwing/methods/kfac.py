@@ -31,10 +31,10 @@ MatrixSums = MatrixJacobian | FisherSums  # `Record.sums` of a block with a matr
 
 @dataclass(frozen=True)
 class KFAC(Method):
-    """Kronecker-factored Laplace, `Σ = (s Γ ⊗ A/# + δI)⁻¹` with `s = N/(n σ² τ)`, exact in the eigenbasis.
+    """Kronecker-factored Laplace, `Σ = (s Γ ⊗ A/M + δI)⁻¹` with `s = N/(n σ² τ)`, exact in the eigenbasis.
 
     `A = Σ a aᵀ` over layer inputs (the bias is a coordinate of ones), `Γ = Σ g gᵀ` over output gradients with the
-    Fisher root. # is the number of positions of all samples, or their total weight. There is no damping by √δ.
+    Fisher root. M is the number of positions of all samples, or their total weight. There is no damping by √δ.
 
     Args:
         weight_sharing: treatment of weights that are used at several positions (convolution, tokens). "expand" treats
@@ -134,7 +134,7 @@ class Factors(State):
     `count` and `excess` have an entry for each block of A, in its order: one operation adds to all.
     """
 
-    count: Tensor  # numbers of positions (n,)
+    count: Tensor  # number of positions for each block of A (n_blocks,)
     excess: Tensor | None = None  # `Σ (w - 1)` over positions (n,) float64, if weighted
     diagonal: dict[str, Tensor] = field(default_factory=dict)  # `Σ J²` (P_block,)
     dense: dict[str, Tensor] = field(default_factory=dict)  # `Σ JᵀJ` (P_block, P_block)
@@ -144,7 +144,7 @@ class Factors(State):
 
 @dataclass(eq=False)
 class _FactorPass(CurvaturePass[Factors]):
-    """Sums A, Γ and # of the Kronecker-factored blocks, and the diagonals or dense matrices of the other blocks."""
+    """Sums A, Γ and M of the Kronecker-factored blocks, and the diagonals or dense matrices of the other blocks."""
 
     problem: Problem
     kinds: dict[str, str]  # block name -> "kronecker", "diagonal" or "dense"
@@ -238,10 +238,10 @@ class _SecondMoments(CurvaturePass[BlockSums]):
 
 
 def _eigenbasis(state: Factors, name: str, positions: int, count: Tensor, rank: int, centred: bool) -> KroneckerBlock:
-    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / #` with # = `count` (1,).
+    """Diagonalises both factors and frees them: `λ_ji = γ_j α_i / M` with M = `count` (1,).
 
-    A is a sum of `positions` squares, and Γ of `rank` times as many. For logits, Γ maps the vector of ones to 0 up to
-    rounding. With a weak prior, the rounding would carry the large variance of that direction to other outputs;
+    A is a sum of `positions` outer products, and Γ of `rank` times as many. For logits, Γ maps the vector of ones to 0
+    up to rounding. With a weak prior, the rounding would carry the large variance of that direction to other outputs;
     `centred` removes it.
     """
     # 1. A = U_in diag(α) U_inᵀ (G, I, I), or diag(α)

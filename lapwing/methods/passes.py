@@ -4,8 +4,8 @@ A method is a frozen dataclass. Its `passes` is a generator, which yields passes
 pass, and returns a covariance. It may also yield a question about the data. There are two kinds of pass:
 
 - The state of a **sum** pass adds over data. So the runner handles batches, ranks, checkpoints and resuming.
-- An **iterate** pass has a state, a random generator and a step. It runs in one process, and a checkpoint keeps only
-  its end.
+- An **iterate** pass has a state, a random generator and a step. Over several processes it raises, and a
+  checkpoint keeps only its end.
 
 A state is a dataclass of tensors (`state.py`).
 """
@@ -42,9 +42,9 @@ class Batch:
     start: int  # number of samples before this batch
     counted: Tensor | None = None  # mask of the targets that count, from `Likelihood.labelled`; None means all
     weights: Tensor | None = None  # sample weights w (B,); None means ones
-    likelihood: Likelihood | None = None  # its weights of targets multiply the curvature; None ignores them
+    likelihood: Likelihood | None = None  # set if its `target_weights` multiply Λ
     epoch: int = 0  # number of times that this pass has read all data before
-    _outputs: list[Tensor] = field(default_factory=list, init=False)  # rows (N, C) of the last pass, by chunk
+    _outputs: list[Tensor] = field(default_factory=list, init=False)  # outputs (N, C) of the latest `records`, by chunk
     _kept: Tensor | None = field(default=None, init=False)  # mask (B, T) of the positions in them; None means all
     _sizes: tuple[int, ...] = field(default=(), init=False)  # sizes of their positions: (T,), (H, W), ...
 
@@ -63,8 +63,8 @@ class Batch:
     ) -> Iterator[tuple[slice, Record]]:
         """Yields records of the chunks of the batch, as `Tangent.records` does, with cotangents times √w.
 
-        `EVERY_OUTPUT` has no cotangents to multiply.
-        If positions are samples, the records for the Fisher root of the fit hold only positions whose targets count.
+        Records for `EVERY_OUTPUT` are not weighted. If positions are samples, records for the Fisher root of the fit
+        hold only positions whose targets count.
         """
         outputs, weights = [], None
         kept = self.counted if self.tangent.positions.rows_are_positions and cotangents.skips_uncounted else None
@@ -145,8 +145,8 @@ class SumPass(ABC, Generic[S]):
     limit: int | None = None  # number of the first samples that the pass needs; None means all
 
     in_iteration: ClassVar[bool] = False
-    """Whether the pass is one step of an iteration, such as conjugate gradients. Then it runs in one process, and a
-    checkpoint keeps neither this pass nor a later one."""
+    """Whether the pass is one step of an iteration, such as conjugate gradients. Over several processes it raises, and
+    a checkpoint keeps neither this pass nor a later one."""
 
     def basis_tensors(self) -> Iterable[Tensor]:
         """Returns tensors, such as an eigenbasis, that the runner overwrites with the values of rank 0 on all ranks."""
@@ -172,13 +172,16 @@ class CurvaturePass(SumPass[S]):
 
     @abstractmethod
     def finish(self, state: S) -> Covariance:
-        """Returns the covariance of a state, which may be overwritten."""
+        """Returns the covariance of a state, which may be overwritten. Its δ and s are provisional.
+
+        The posterior sets both.
+        """
 
 
 class IteratePass(ABC, Generic[S]):
     """A pass that takes one step per batch and cycles through the data; it may end anywhere in the data.
 
-    It runs in one process. A fit that was killed during the pass begins the pass again.
+    Over several processes it raises. A fit that was killed during the pass begins the pass again.
     """
 
     label: str  # name of the pass on the progress bar
@@ -199,7 +202,7 @@ class IteratePass(ABC, Generic[S]):
 
 
 class LabelsOfData:
-    """A question: the class labels (n,) of all samples, -1 for other targets. The first one reads the loader."""
+    """A question: the class labels (n,) of all samples, -1 for other targets. The first one asked reads the loader."""
 
 
 class SamplesSeen:
@@ -218,7 +221,7 @@ def with_seen(problem: Problem) -> Generator[Step, Any, Problem]:
 
 
 def with_size(problem: Problem) -> Generator[Step, Any, Problem]:
-    """Returns the problem with n, which `Problem.scale_of_means` needs unless N is given: a stream may have no end."""
+    """Returns the problem with n, or unchanged if N is given: a stream may have no end."""
     return problem if problem.data_size else (yield from with_seen(problem))
 
 
@@ -245,7 +248,7 @@ class FitResult:
     If δ, σ² or T is None, the tuning chooses it.
     """
 
-    covariance: Covariance  # Σ, at the chosen prior precision
+    covariance: Covariance  # Σ at `precision`, or at a provisional δ if that is None
     precision: Tensor | None = None  # δ (n_blocks,) that the method chose
     noise_variance: float | None = None  # σ² that the method chose
     history: Mapping[str, Tensor] = field(default_factory=dict)  # for `posterior.history`, such as objectives
@@ -303,7 +306,7 @@ class Method(Options, ABC):
     def allows_early_stopping(self) -> bool:
         """Returns whether `EarlyStopping` may fit the first n samples for several n.
 
-        Then `run_curvature_pass` runs over all data, or the method chooses the prior, so no tuning follows.
+        True requires a final `run_curvature_pass` without a `limit`, or a method that chooses its prior.
         """
         return True
 

@@ -159,7 +159,7 @@ class FisherByParts(Cotangents):
 class Seen:
     """What the passes have read so far."""
 
-    count: int  # n; of a loader without a length, the number of samples that a pass has read if N is given
+    count: int  # n; if n is unknown and N is given, the number of samples read so far
     summary: DataSummary  # likelihood statistics of the samples that were read
 
 

@@ -83,10 +83,10 @@ class SubsetOfData(Method):
 
     def _exact(self, tangent: Tangent, points: int, columns: int) -> Full | ELLA:
         """Returns the method that gives the exact posterior of the points within the memory budget."""
-        rows, size, at_positions = points * columns, tangent.size, tangent.positions.several
-        if (24 * size**2 if rows >= size or at_positions else 16 * rows * size) <= tangent.memory:
+        if Full().need(tangent, points * columns).bytes <= tangent.memory:
             return Full()
-        rank = size if at_positions else points * tangent.outputs  # at positions, later inputs may have more rows
+        # at positions, later inputs may have more rows
+        rank = tangent.size if tangent.positions.several else points * tangent.outputs
         return ELLA(rank=rank, rows="all", residual="prior")
 
     def footprint(self, shape: FitShape) -> Footprint:

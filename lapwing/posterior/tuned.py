@@ -38,7 +38,7 @@ class Training:
 
     loader: Iterable[Any] = ()  # training data
     prefixes: tuple[Posterior, ...] = ()
-    shown: int | None = None  # number of samples of the loader, if known; the posterior may be of fewer
+    count: int | None = None  # number of samples of the loader, if known; the posterior may be of fewer
     chosen: bool = False  # whether the loader holds only the samples that the tuning reads: `Tuning.training_samples`
 
 
@@ -50,8 +50,8 @@ def evenly_spaced_batches(
     `before` holds the sizes of the batches of the processes before this one; None means a single process. Raises if the
     loader has no samples, or another number of samples than the fit read.
     """
-    device, shown = posterior.tangent.device, training.shown
-    whole = sum(Samples.of(batch).count for batch in training.loader) if training.chosen else shown or posterior.samples
+    device, count = posterior.tangent.device, training.count
+    whole = sum(Samples.of(batch).count for batch in training.loader) if training.chosen else count or posterior.samples
     start = taken = 0
     own = map(Samples.of, tracked(training.loader, "training data for the tuning"))
     for size, samples in chain(((size, None) for size in before or ()), ((each.count, each) for each in own)):
@@ -62,7 +62,7 @@ def evenly_spaced_batches(
         taken, start = taken + some, start + size
         if taken >= limit:
             return
-    read_whole = shown == posterior.samples and not training.chosen
+    read_whole = count == posterior.samples and not training.chosen
     if before is None and (not taken or (read_whole and start != whole)):
         raise other_size(start, "to the tuning", posterior.samples)
 
@@ -120,7 +120,7 @@ def tuned(tune: Tuning, posterior: Posterior, training: Training) -> Posterior:
     whole = training
     if ranks.several():
         limit, data, rows = tune.training_samples(posterior), training.loader, []
-        if limit and isinstance(data, Data) and training.shown is not None:
+        if limit and isinstance(data, Data) and training.count is not None:
             rows = list(evenly_spaced_batches(training, limit, posterior, data.before))
         rows = ranks.gathered_on_first("training data of the tuning", rows)
         whole = replace(training, loader=rows, chosen=True)

@@ -62,7 +62,7 @@ class RunnerState(State):
     """State of the runner in one pass. Together with the states of earlier passes it determines the rest of the fit."""
 
     sums: PassSums = field(default_factory=PassSums)
-    summary: DataSummary = field(default_factory=DataSummary)  # of the samples that all passes have read
+    summary: DataSummary = field(default_factory=DataSummary)  # of the samples read so far
     generator: Tensor | None = None  # state of the random generator of the Fisher root; None before it is saved
     batches: int = 0  # number of batches of the pass that are done
     start: int = 0  # number of samples of these batches
@@ -123,7 +123,7 @@ class Runner:
         return len(self.labels()) if known is None else known
 
     def run(self, method: Method, problem: Problem, stop: Stop | None = None) -> FitResult:
-        """Runs all passes; returns the method's result, of the first samples if `stop` ends the curvature's pass.
+        """Runs all passes; returns the method's result, of the first samples if `stop` returns True for them.
 
         The result has a summary. If the passes have read fewer samples than there are, the factor makes up for that.
         """
@@ -152,7 +152,10 @@ class Runner:
         return replace(result, summary=summary, data_factor=result.data_factor * (self.count() / summary.samples))
 
     def _with_first_parts(self, step: CurvaturePass[Any], problem: Problem, stop: Stop | None) -> State:
-        """Runs a curvature pass, and again for the first samples; ends with these if `stop` returns True."""
+        """Runs a curvature pass, then again for the first samples.
+
+        With `stop` these come first, and the whole pass runs only if `stop` never returns True.
+        """
         generator = problem.root.generator
         state_before, state = generator.get_state(), None if stop else self._sums(step, problem).state
         state_after, count = generator.get_state(), self.count()

@@ -38,7 +38,7 @@ class Cotangents(ABC):
 
     columns: int | None  # R for a sample, in estimates of memory; None means the C outputs themselves
     by_position: ClassVar[bool] = False  # whether each position has the same ones, and a record of its own
-    skips_uncounted: ClassVar[bool] = False  # whether positions that are samples need targets that count
+    skips_uncounted: ClassVar[bool] = False  # whether positions whose target does not count have no record
 
     @abstractmethod
     def __call__(self, outputs: Tensor) -> Any:

@@ -81,7 +81,7 @@ def retried(tangent: Tangent, compute: Callable[[], Result]) -> Result:
 
 
 def entry(what: str, instead: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Returns a decorator for a function that fits: `memory_errors` within all that a fit needs around it.
+    """Returns a decorator of fits: it joins the ranks, leaves the caller's modes, and explains memory errors.
 
     Warnings come once for a network, the caller's modes do not reach the fit, and a failure ends it on all ranks. An
     unknown keyword is refused with the option that it resembles.

@@ -61,7 +61,7 @@ def with_noise_of_residuals(
 
     Cost: a forward pass of `rows_wanted` training rows, and predictions of the held-out rows.
     """
-    if held_out is not None and training.shown is None:
+    if held_out is not None and training.count is None:
         return _with_level(posterior, former, held_out, aim)
     parts = _open_parts(posterior, aim)
     if not parts:

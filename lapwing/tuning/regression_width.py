@@ -171,7 +171,7 @@ def _exact_model(
 ) -> tuple[LeaveOneOut, list[Samples], float]:
     """Returns the leave-one-out predictions, the batches they are computed from, and the number N of all samples."""
     parts = list(evenly_spaced_batches(training, inputs_read(posterior, samples), posterior))
-    size = max(training.shown or 0, posterior.samples * posterior.data_factor)
+    size = max(training.count or 0, posterior.samples * posterior.data_factor)
     return leave_one_out(posterior, parts, size, residual), parts, size
 
 

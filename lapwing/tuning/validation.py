@@ -102,7 +102,7 @@ class _OnHeldOutData(Tuning):
         self, posterior: Posterior, training: Training, parts: Sequence[Posterior]
     ) -> tuple[list[Posterior], tuple[float, float] | None]:
         """Returns the parts, and δ and σ² by the training data: if σ² is open and known data, of relative weights."""
-        if training.shown is None or posterior.noise_fixed:
+        if training.count is None or posterior.noise_fixed:
             return list(parts), None
         *values, weight = trained_values(posterior, training)
         return [with_relative_weights(part, weight) for part in parts], (values[0], values[1])
@@ -308,8 +308,8 @@ class EarlyStopping(_OnHeldOutData):
         best = best_of(candidates, self.decades, self.points, held_out, trained=trained, aim=self._aim)
         best = with_noise_of_residuals(best, training, held_out, self._aim, posterior.likelihood)
         log.info("Early stopping chose %d of %d samples", best.samples, posterior.samples)
-        shown = training.shown or posterior.samples
-        return replace(best, method=replace(posterior.method, first_samples=(best.samples, shown)), aim=self._aim)
+        first = (best.samples, training.count or posterior.samples)
+        return replace(best, method=replace(posterior.method, first_samples=first), aim=self._aim)
 
     def _candidates(self, part: Posterior, whole: Posterior) -> list[Posterior]:
         """Returns the posterior of the first samples in the chosen form, for each rank."""

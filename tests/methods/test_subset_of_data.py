@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lapwing as lw
@@ -103,6 +103,16 @@ def test_directions_that_exceed_the_memory_are_implicit():
     assert implicit.log_marginal_likelihood() == pytest.approx(explicit.log_marginal_likelihood(), rel=1e-5)
     shuffled = DataLoader(TensorDataset(*map(torch.cat, zip(*loader, strict=True))), 5, shuffle=True)
     refused(lambda: lw.fit(model, shuffled, lw.SubsetOfData(10), memory=2**24, **options), "shuffle=False")
+
+
+def test_a_subset_that_no_dense_form_can_hold_is_implicit_too():
+    """More rows than the dual form of `Full` takes, and a dense covariance above the budget."""
+    model = nn.Sequential(nn.Linear(10, 90), nn.Tanh(), nn.Linear(90, 1))
+    x, options = torch.randn(800, 10), {"likelihood": lw.Gaussian(0.1), "prior_precision": 1.0}
+    implicit, dense = (
+        lw.fit(model, (x, x[:, :1]), lw.SubsetOfData(800), memory=memory, **options) for memory in (2**24, 2**30)
+    )
+    close(implicit.latent(x[:5]).covariance, dense.latent(x[:5]).covariance, 1e-4)
 
 
 class TestChoice:
