@@ -24,16 +24,21 @@ from ...network.call import finite
 from ...network.eager import without_compiled
 from ...network.entry import outside_modes
 from ...network.gate import check_layers
-from ...options import instance_of, option
+from ...options import Rule, option
 from ...tangent import MemoryNeed, Tangent
 from ..way import Way
-from .features import correlation_of
-from .moments import FeatureCorrelation
 
 if TYPE_CHECKING:
     from .full import FullProgram
+    from .moments import FeatureCorrelation
     from .operations import Kind, Operation, broadcast, independent, register_operation
     from .program import Program
+
+
+def _is_correlation(value: Any) -> bool:
+    from .moments import FeatureCorrelation
+
+    return isinstance(value, FeatureCorrelation)
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,7 @@ class Streamlined(Way):
     attention: Literal["values", "scores", "features"] = "values"
     activations: Literal["linear", "moments"] = "linear"
     positions: Literal["independent", "correlated"] = "correlated"
-    features: FeatureCorrelation | None = option(
-        None, instance_of("made by lw.scale_factor(..., to=)", FeatureCorrelation)
-    )
+    features: FeatureCorrelation | None = option(None, Rule(_is_correlation, "made by lw.scale_factor(..., to=)"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,6 +173,8 @@ class Streamlined(Way):
     @outside_modes
     def fitted(self, tangent: Tangent, covariance: Covariance, inputs: Inputs) -> Streamlined:
         """Returns the way with the correlation of the features before the last layer, from draws at these inputs."""
+        from .features import correlation_of
+
         if self.covariance == "full" or tangent.positions.several:
             return self
         with torch.no_grad():
