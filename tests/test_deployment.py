@@ -349,6 +349,52 @@ def test_a_function_after_the_last_layer() -> None:
     assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), "prediction")
 
 
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "another order": lambda f: f[:, [3, 1, 0, 2]],
+    "turned": lambda f: f.flip(1).roll(1, 1),
+    "some": lambda f: f[:, 1:3],
+    "others": lambda f: f.index_select(1, torch.tensor([2, 0])).narrow(1, 0, 2),
+    "log softmax": lambda f: f.log_softmax(1),
+    "log softmax of some": lambda f: f[:, [2, 0, 1]].log_softmax(-1)[:, :2],
+}
+
+
+@pytest.mark.parametrize("outputs", ["prediction", "latent", "scores"])
+@pytest.mark.parametrize("name", AFTER)
+def test_picked_logits_and_log_softmaxes_keep_their_covariances(name: str, outputs: Any) -> None:
+    x = torch.randn(20, 5)
+    y = torch.arange(20) % AFTER[name](torch.zeros(1, 4)).shape[1]
+    posterior = lw.fit(
+        mlp(4), [(x, y)], lw.KFAC(), params=lw.last_layer, prior_precision=0.1,
+        forward=lambda model, x: AFTER[name](model(x)),
+    )  # fmt: skip
+    for via in (lw.Linearized(), lw.Streamlined()):
+        predictor = lw.deploy(posterior, x, via, outputs=outputs)
+        assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), outputs, 1e-4)
+
+
+def test_a_joined_pick_in_onnx(tmp_path: Path) -> None:
+    x = torch.randn(20, 5)
+    forward = AFTER["log softmax of some"]
+    posterior = lw.fit(
+        mlp(4), [(x, torch.arange(20) % 2)], lw.KFAC(), params=lw.last_layer, prior_precision=0.1,
+        forward=lambda model, x: forward(model(x)),
+    )  # fmt: skip
+    found = in_onnx(lw.deploy(posterior, x), tmp_path, x)(x[:7])
+    assert_same(found, posterior, x[:7], lw.Linearized(), "prediction", 1e-4)
+
+
+def test_logits_without_covariances_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(20, 5)
+    posterior = lw.fit(
+        mlp(4), [(x, torch.arange(20) % 4)], params=lw.last_layer, prior_precision=0.1,
+        forward=lambda model, x: (lambda f: f - f.mean(1, keepdim=True))(model(x)),
+    )  # fmt: skip
+    lw.deploy(posterior, x)
+    assert "Let that layer give the logits" in said(caplog)[-1]
+    refused(partial(lw.deploy, posterior, x, lw.Linearized()), "4, or other calls … Write via=lw.Streamlined()")
+
+
 # ---- the level of the variances
 
 

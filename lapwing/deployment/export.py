@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,13 +25,15 @@ from ..network.eager import without_compiled
 from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments, mean_of
-from ..prediction.streamlined.operations import Kind, is_a, operation_of
-from ..prediction.streamlined.program import Program, build
+from ..prediction.streamlined.operations import operation_of
+from ..prediction.streamlined.program import Program, build, keeps_order
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
 from ..tangent.features import features_at
 from ..tuning.amortized import Amortized, joined_rows, product
 from .head import latent_of, moments_of, read_head, squares_of_weights
+
+log = logging.getLogger("lapwing")
 
 Observe = Callable[[Latent, Tensor | None], tuple[Tensor, ...]]
 
@@ -82,9 +85,17 @@ def trace(
                 names = [block.name for block in tangent.blocks]
                 raise LapwingError(
                     f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "
-                    f"{type(tangent.model).__name__} has others, in {', '.join(names[:3])}"
-                    f"{', ...' if len(names) > 3 else ''}. Write via=lw.Streamlined()."
+                    f"{type(tangent.model).__name__} has uncertain weights in {', '.join(names[:3])}"
+                    f"{', ...' if len(names) > 3 else ''}, or other calls after that layer. Write "
+                    "via=lw.Streamlined()."
                 )
+            if not run.complete and tangent.call.activation == "softmax":
+                log.warning(
+                    "%s changes the outputs of its last linear layer by calls that lapwing deploys without "
+                    "covariances: probabilities may be much flatter than those of posterior.predict. Let that layer "
+                    "give the logits, for instance with the rows of its weights in the order of the classes.",
+                    type(tangent.model).__name__,
+                )  # fmt: skip
         with quiet():
             shapes = tuple({d: Dim.AUTO for d, n in enumerate(s) if isinstance(n, str)} or None for s in graph.shapes)
             exported = torch.export.export(run, tuple(inputs.leaves), dynamic_shapes=(shapes,), strict=False)
@@ -223,7 +234,7 @@ class StreamlinedRun(Run):
         outputs = program.graph.run(inputs)[program.graph.output]
         masked = tangent.call.activation is not None and not possible(outputs).all()  # averages need covariances
         end = tuple(step for step in program.schedule.steps if step.node.name in program.joint_steps)
-        if masked or not all(step.fused is None and is_a(step.node, Kind.ORDERED) for step in end[1:]):
+        if masked or not all(step.fused is None and keeps_order(step.node) for step in end[1:]):
             end = ()  # only views may follow a last layer without matrices
         head, steps = None, []
         for step in program.schedule.steps:

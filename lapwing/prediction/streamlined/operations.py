@@ -46,7 +46,9 @@ class Kind(Flag):
     VIEW = auto()
     """A move of entries that may occur between the products of an attention written by hand."""
     ORDERED = auto()
-    """A move that keeps the order of a sample's entries, and so their covariances."""
+    """A move that keeps the order of a sample's entries, and so their covariances, if it keeps all of them."""
+    PICK = auto()
+    """A move of a sample's entries that keeps the dimension of the samples: a selection, or another order."""
     PRODUCT = auto()
     """A product of two tensors, which may be part of an attention written by hand."""
     LINEAR = auto()
@@ -55,6 +57,7 @@ class Kind(Flag):
     EMBEDDING = auto()
     ATTENTION = auto()
     SOFTMAX = auto()
+    LOG_SOFTMAX = auto()
     NORM = auto()
 
 

@@ -26,6 +26,7 @@ from .graph import Graph, execute
 from .moments import Layout, Moments, Value, mean_of
 from .operations import Kind, has_forward_mode, is_a, length_of, operation_of, shape_of
 from .rules.linear import linear_with_covariances
+from .rules.norm import log_softmax_with_covariances
 from .schedule import Schedule, Step, reached, schedule
 from .sites import Site, Treated, arguments_of, refusal, roles_of, run, weights_of
 
@@ -160,7 +161,8 @@ class Program:
         steps = self.schedule.steps
         self.joint_steps = _joint_steps(self.schedule)
         largest = max(map(_numbers, steps), default=1)
-        outputs = max((shape_of(step.node)[-1] for step in steps[-1:] if shape_of(step.node)), default=1)
+        ends = [step.node for step in steps if step.node.name in self.joint_steps] or [steps[-1].node]
+        outputs = max((shape_of(node)[-1] for node in ends if shape_of(node)), default=1)
         sources = (s.name for step in steps if step.node.name in self.joint_steps for s in step.node.all_input_nodes)
         weights = max((self.graph.tensors[name].numel() for name in sources if name in self.graph.tensors), default=0)
         numbers = 8 * largest + 4 * outputs * (self.width or outputs) + 2 * weights
@@ -175,7 +177,8 @@ class Program:
     def run(self, inputs: Inputs) -> tuple[Tensor, Term]:
         """Returns means (B, C) and B covariances, or for outputs with positions means (B, T C) and B T covariances.
 
-        They are diagonal unless a linear layer is last, or only views and linearised element-wise functions follow it.
+        They are diagonal unless a linear layer is last, or is followed only by views, picked entries and linearised
+        element-wise functions.
         """
         samples, values = inputs.samples, self.start(inputs)
         for step, freed in zip(self.schedule.steps, self._frees, strict=True):
@@ -237,10 +240,17 @@ class Program:
         if isinstance(source, Moments) and source.covariance is not None:
             if step.fused is not None:
                 return carry_covariance(step.fused, source, read) if self.way.activations == "linear" else None
+            if is_a(node, Kind.LOG_SOFTMAX):
+                return log_softmax_with_covariances(source)
             mean = run(node, {**read, name: source.mean}, self.dtype)
-            if mean.numel() != source.mean.numel():
-                return None
-            return Moments.joint(mean, source.covariance, source.centred)
+            if keeps_order(node):
+                return Moments.joint(mean, source.covariance, source.centred)
+            # the places of the picked entries among the n entries of a sample (B, m), and their rows and columns
+            count = source.covariance.shape[1]
+            every = torch.arange(count, device=mean.device).expand(samples, -1).reshape(source.mean.shape)
+            at = run(node, {**read, name: every}, self.dtype).reshape(samples, -1)
+            rows = source.covariance.gather(1, at[:, :, None].expand(-1, -1, count))
+            return Moments.joint(mean, rows.gather(2, at[:, None].expand(-1, at.shape[1], -1)))
         if not is_a(node, Kind.LINEAR):
             return None
         site = self.sites[node.name]
@@ -271,20 +281,28 @@ class Program:
         return max(prod(shape_of(n)) // samples for n in nodes if isinstance(n.meta.get("val"), Tensor)) or 1
 
 
+def keeps_order(node: fx.Node) -> bool:
+    """Whether a call keeps all entries of a sample in their order."""
+    return is_a(node, Kind.ORDERED) and prod(shape_of(node)) == prod(shape_of(node.all_input_nodes[0]))
+
+
 def _joint_steps(schedule: Schedule) -> frozenset[str]:
     """Returns the names of the last linear layer and the steps after it, or none if other calls come after it.
 
-    Only element-wise functions and views may follow it, and each value must have one reader.
+    Only element-wise functions, views, picked entries and log softmaxes may follow it, and each value must have one
+    reader.
     """
     steps = {step.node.name: step for step in schedule.steps}
     readers = Counter(name for step in schedule.steps for name in step.sources)
     steps_at_end, name = [], schedule.steps[-1].node.name
     while name in steps:
-        step = steps[name]
+        step, kept = steps[name], [Kind.ORDERED, Kind.PICK]
         steps_at_end.append(name)
+        if len(shape_of(step.node)) == 2:  # logits (B, C)
+            kept.append(Kind.LOG_SOFTMAX)
         if step.fused is not None and not step.fused.statistics:
             name = step.fused.source
-        elif step.uncertain and is_a(step.node, Kind.ORDERED):
+        elif step.uncertain and is_a(step.node, *kept):
             name = step.uncertain[0]
         else:
             return frozenset(steps_at_end) if step.uncertain and is_a(step.node, Kind.LINEAR) else frozenset()

@@ -171,17 +171,20 @@ _moves(
     kind=Kind.VIEW | Kind.ORDERED,
 )  # fmt: skip
 _moves("unflatten.int", "transpose.int", "permute.default", kind=Kind.VIEW)
-_moves("slice.Tensor", kind=Kind.ORDERED)  # if it keeps all entries
+_moves("slice.Tensor", kind=Kind.ORDERED | Kind.PICK)
 _moves(
-    "movedim.int", "movedim.intlist", "t.default", "numpy_T.default", "mT.default", "select.int", "narrow.default",
-    "view_as.default", "reshape_as.default", "index.Tensor", "index_select.default", "gather.default", "split.Tensor",
-    "split.sizes", "split_with_sizes.default", "chunk.default", "unbind.int", "tensor_split.sections",
-    "stack.default", "roll.default", "flip.default", "repeat.default", "tile.default", "repeat_interleave.self_int",
+    "select.int", "narrow.default", "index.Tensor", "index_select.default", "roll.default", "flip.default",
+    kind=Kind.PICK,
+)  # fmt: skip
+_moves(
+    "movedim.int", "movedim.intlist", "t.default", "numpy_T.default", "mT.default", "view_as.default",
+    "reshape_as.default", "gather.default", "take_along_dim.default", "split.Tensor", "split.sizes",
+    "split_with_sizes.default", "chunk.default", "unbind.int", "tensor_split.sections", "stack.default",
+    "repeat.default", "tile.default", "repeat_interleave.self_int",
     "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default", "im2col.default", "unfold.default",
     "upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec", "diagonal.default", "tril.default",
     "triu.default", "rot90.default", "swapaxes.default", "swapdims.default", "hstack.default", "vstack.default",
-    "take_along_dim.default", "select_copy.int", "masked_select.default", "adjoint.default", "pad.default",
-    "constant_pad_nd.default",
+    "select_copy.int", "masked_select.default", "adjoint.default", "pad.default", "constant_pad_nd.default",
 )  # fmt: skip
 register_aten(Operation(Kind.OTHER, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
 register_aten(

@@ -133,11 +133,20 @@ def _terms(
 
 def softmax(site: Site, arguments: dict[str, Any]) -> Moments:
     """Returns the moments of a softmax, `v_y = y² u`, or of its logarithm, `v_y = u`: `u = (1 - 2p) v + Σ p² v`."""
-    x, dim, logarithm = arguments["self"], arguments["dim"], not is_a(site.node, Kind.SOFTMAX)
+    x, dim, logarithm = arguments["self"], arguments["dim"], is_a(site.node, Kind.LOG_SOFTMAX)
     y = x.mean.log_softmax(dim) if logarithm else x.mean.softmax(dim)
     p = y.exp() if logarithm else y
     variance = (1 - 2 * p) * x.variance + (p.square() * x.variance).sum(dim, keepdim=True)
     return Moments(y, variance if logarithm else p.square() * variance)
+
+
+def log_softmax_with_covariances(x: Moments) -> Moments:
+    """Returns `log softmax(x)` (B, n) with covariances `(I - 1 pᵀ) Σ (I - p 1ᵀ)`: all entries lose the same number."""
+    assert x.covariance is not None
+    y = x.mean.log_softmax(-1)
+    shared = x.covariance @ y.exp()[:, :, None]  # Σ p (B, n, 1)
+    matrix = x.covariance - shared - shared.mT + y.exp()[:, None] @ shared
+    return Moments.joint(y, matrix, x.centred)
 
 
 def _batch_norm_slope(a: Arguments, y: Any, name: str) -> Slope:
@@ -155,4 +164,4 @@ register_aten(  # in eval mode, which is checked; the second gives a tuple
     "batch_norm.default", "_native_batch_norm_legit_no_training.default",
 )  # fmt: skip
 register_aten(Operation(Kind.SOFTMAX, softmax, broadcast), "softmax.int", "_softmax.default", "_safe_softmax.default")
-register_aten(Operation(Kind.OTHER, softmax, broadcast), "log_softmax.int", "_log_softmax.default")
+register_aten(Operation(Kind.LOG_SOFTMAX, softmax, broadcast), "log_softmax.int", "_log_softmax.default")
