@@ -53,12 +53,12 @@ class Data:
     ) -> None:  # fmt: skip
         self.columns, self.weighted, self._data_size = columns or columns_of(given), sample_weights, data_size
         self.loader = as_loader(given, network, columns)
-        self.wants_keys = False  # whether iterations keep the keys of their samples, until one reaches the end
-        self.row_keys = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.wants_digests = False  # whether iterations keep the digests of their samples, until one reaches the end
+        self.row_digests = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[Samples]:
         """Yields the batches. Raises if all sample weights are 0."""
-        most, start, total, keys = _unrepeated(self.loader) if ranks.several() else None, 0, 0.0, []
+        most, start, total, digests = _unrepeated(self.loader) if ranks.several() else None, 0, 0.0, []
         if most is None and not length_hint(self.loader):
             most = self._data_size
         parsed: Iterable[Samples] | None = self._listed
@@ -72,15 +72,15 @@ class Data:
                 start += samples.count
                 if samples.weights is not None:
                     total += float(samples.weights.sum())
-                if self.wants_keys:
-                    keys.append(samples.digests())
+                if self.wants_digests:
+                    digests.append(samples.digests())
                 yield samples
                 if most is not None and start >= most:
                     break
         finally:  # also of a pass that ends early
-            if sum(map(len, keys)) > len(self.row_keys):
-                self.row_keys = torch.cat(keys)
-        self.wants_keys = False
+            if sum(map(len, digests)) > len(self.row_digests):
+                self.row_digests = torch.cat(digests)
+        self.wants_digests = False
         if self.weighted and not total and not ranks.several():
             raise LapwingError(
                 "All sample weights are 0, so there are no data. Pass positive weights for some samples."

@@ -251,14 +251,14 @@ def _posteriors_of(
         every.append((*every[0][:3], 1.0))
     posteriors = []
     for samples, covariance, statistics, part_factor in every:
-        given = likelihood if has_prior(covariance) else problem.likelihood
+        of_noise = likelihood if has_prior(covariance) else problem.likelihood  # σ² stays open if Σ cannot change
         dispersed, of_targets = likelihood.with_dispersion(statistics)
         temperature = of_targets if problem.temperature == 1 and has_prior(covariance) else problem.temperature
         method = replace(MethodInfo.of(choice.method), sample_weights=runner.weighted, rule=choice.rule)
         fitted = Posterior(
             tangent=tangent, covariance=covariance, likelihood=dispersed, prior=prior, statistics=statistics,
             samples=samples, data_factor=part_factor, temperature=temperature, method=method,
-            noise_fixed=not given.needs_noise, stamp=Stamp.of(tangent.model), history=result.history,
+            noise_fixed=not of_noise.needs_noise, stamp=Stamp.of(tangent.model), history=result.history,
             columns=runner.columns,
         )  # fmt: skip
         settled = fitted.noise_fixed and has_prior(covariance)

@@ -51,7 +51,7 @@ class FitData:
         if tune is not None and tune.loader is not None:
             given = tune.loader
             held_out = given if isinstance(given, Data) else Data(given, model, columns=training.columns)
-            held_out.wants_keys = training.wants_keys = True
+            held_out.wants_digests = training.wants_digests = True
         if options.data_size is not None:
             check_data_size(options.data_size, training.known_size or 0)
         training.check_keys(likelihood := options.likelihood)
@@ -120,14 +120,15 @@ def share_of_known(held_out: Data, training: Data) -> float:
     In a table of few values, a training sample equals another one by chance as often. Targets that are real numbers do
     not: there repeated samples are copies, of a join for instance.
     """
-    every = ranks.gathered("the keys", (held_out.row_keys, training.row_keys, held_out.source is training.source))
-    known, keys = (torch.cat(part) for part in list(zip(*every, strict=True))[:2])
-    values, counts = keys.unique(return_counts=True)
+    mine = held_out.row_digests, training.row_digests, held_out.source is training.source
+    every = ranks.gathered("the digests", mine)
+    known, digests = (torch.cat(part) for part in list(zip(*every, strict=True))[:2])
+    values, counts = digests.unique(return_counts=True)
     share = float(torch.isin(known, values).double().mean())  # NaN if the tuning reads no held-out data
     share = 1.0 if any(same for *_, same in every) else share  # augmented samples differ each time
     y = training.first.targets
     distinct = isinstance(y, Tensor) and y.is_floating_point() and 2 * len(y.flatten().unique()) > y.numel()
-    chance = 0.0 if distinct else float(counts[counts > 1].sum() / max(1, len(keys)))
+    chance = 0.0 if distinct else float(counts[counts > 1].sum() / max(1, len(digests)))
     return share if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5 else 0.0
 
 

@@ -295,7 +295,7 @@ def novelty(
     known = None if held_out is None else Data(held_out, network, columns=data.columns)
     if known is not None:
         batches.check_loader(known.loader, "lw.novelty(held_out=...)")
-        known.wants_keys = data.wants_keys = True
+        known.wants_digests = data.wants_digests = True
     pairs = ((features_of(tangent, part.inputs), part.targets) for part in checked(data, tangent.device))
     if by == "knn":  # at least float32: cosines near 1 in half precision would tie
         kept = [F.normalize(rows.to(torch.promote_types(rows.dtype, torch.float32))) for rows, _ in pairs]
