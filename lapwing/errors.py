@@ -54,6 +54,7 @@ def _cut(text: str, length: int) -> str:
 
 
 ELSEWHERE = {
+    **dict.fromkeys(("val_loader", "valid_loader", "val_data", "validation_data"), "write validation="),
     "device": "lapwing computes where the network is: write model.to(device)",
     "subset_of_weights": "write params=lw.last_layer or params=lw.everything",
     "hessian_structure": "write a method: lw.fit(model, loader, lw.KFAC()), or lw.Diagonal(), lw.Full(), lw.ELLA()",

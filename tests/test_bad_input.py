@@ -393,7 +393,10 @@ REFUSED = [
     (lambda: fit(forward=lambda net, batch: net(batch["x"])), f"on Tensor (8, 4) … invalid data type … {FORWARD}"),
     (lambda: predict((X, Y)), f"model(*inputs) … without targets … {FORWARD}"),
     (lambda: predict({"foo": X}), f"model(**inputs) … 'foo' … {FORWARD}"),
-    (lambda: fit([(X, Y, torch.rand(8))]), "positional arguments … needs sample_weights=True"),
+    (lambda: fit([(X, Y, torch.rand(8))]), "positional arguments … needs sample_weights=True … lw.batches(loader"),
+    (lambda: lw.fit(network(), DATA, [(X, Y)]), "the third argument is … validation=held_out"),
+    (lambda: fit(val_loader=DATA), "no option val_loader=: write validation="),
+    (lambda: lw.fit(network(), DATA).predict(X, X), "several inputs of one call as one argument"),
     # outputs
     (lambda: fit([(SEQUENCES, Y)], POSITIONS), "targets have the shape (8,) … outputs (8, 5, 3) … of shape (8, 5)"),
     (lambda: fit([(SEQUENCES, Y)], POSITIONS, forward=lambda model, x: model(x)[..., None, None, None]),

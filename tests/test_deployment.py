@@ -391,7 +391,7 @@ def test_logits_without_covariances_are_warned_of(caplog: pytest.LogCaptureFixtu
         forward=lambda model, x: (lambda f: f - f.mean(1, keepdim=True))(model(x)),
     )  # fmt: skip
     lw.deploy(posterior, x)
-    assert "Let that layer give the logits" in said(caplog)[-1]
+    assert "Let one layer give all outputs" in said(caplog)[-1]
     refused(partial(lw.deploy, posterior, x, lw.Linearized()), "4, or other calls … Write via=lw.Streamlined()")
 
 

@@ -89,11 +89,11 @@ def trace(
                     f"{', ...' if len(names) > 3 else ''}, or other calls after that layer. Write "
                     "via=lw.Streamlined()."
                 )
-            if not run.complete and tangent.call.activation == "softmax":
+            if not run.complete and wanted.kinds > 1:
                 log.warning(
                     "%s changes the outputs of its last linear layer by calls that lapwing deploys without "
-                    "covariances: probabilities may be much flatter than those of posterior.predict. Let that layer "
-                    "give the logits, for instance with the rows of its weights in the order of the classes.",
+                    "covariances: probabilities may be much flatter than those of posterior.predict. Let one layer "
+                    "give all outputs, for instance with the rows of its weights in the order of the classes.",
                     type(tangent.model).__name__,
                 )  # fmt: skip
         with quiet():

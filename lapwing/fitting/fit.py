@@ -203,7 +203,7 @@ def _run_and_tune(
     posterior, parts = _posteriors_of(runner, choice, problem, result)
     if result.logit_temperature is None:  # otherwise the labels were held out, and their NLL may be large
         warn_of_misreading(posterior.likelihood, posterior.tangent.outputs, posterior.statistics)
-    if "targets" in posterior.statistics and runner.first_rows is not None:  # of Gaussian noise
+    if posterior.statistics.keys() & {"targets", "rates"} and runner.first_rows is not None:  # of real values or counts
         warn_of_misfit(posterior.likelihood, *runner.first_rows, posterior.statistics)
     own_prior = result.precision is not None or not has_prior(result.covariance)
     if own_prior and (tune is None or not tune.tunes_own_prior(posterior)):

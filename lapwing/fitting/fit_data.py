@@ -92,7 +92,7 @@ class FitData:
             )  # fmt: skip
         if held_out is None:
             return
-        _warn_of_few(held_out)
+        _warn_of_few(held_out, self.likelihood)
         if share := share_of_known(held_out, self.training):
             log.warning(
                 "%.0f %% of the validation samples are training samples. The network fits these better than new data, "
@@ -132,12 +132,12 @@ def share_of_known(held_out: Data, training: Data) -> float:
     return share if share - chance > KNOWN + 2 * (chance * (1 - chance) / max(1, len(known))) ** 0.5 else 0.0
 
 
-def _warn_of_few(held_out: Data) -> None:
+def _warn_of_few(held_out: Data, likelihood: Likelihood) -> None:
     count = held_out.expected_size
     if count and count < FEW and getattr(held_out.first.targets, "ndim", 1) < 3:  # no maps
         log.warning(
-            "%d held-out samples are too few to tune the width of predictions. Pass a few hundred, or leave "
-            "validation= out, so that the training data tune it.", count,
+            "%d held-out samples are too few to tune the width of predictions. Pass a few hundred%s.", count,
+            "" if likelihood.activation else ", or leave validation= out, so that the training data tune it",
         )  # fmt: skip
 
 

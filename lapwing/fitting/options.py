@@ -132,6 +132,11 @@ def _no_method(method: Any) -> LapwingError:
             f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write lw.fit(model, "
             "[(x, y)]) to fit on inputs x and targets y."
         )
+    if hasattr(method, "__iter__") and not isinstance(method, str):
+        return LapwingError(
+            f"lw.fit takes a loader and then a method, and the third argument is {shown(method)}. Write validation= "
+            "before held-out data: lw.fit(model, loader, validation=held_out)."
+        )
     return LapwingError(
         f"method={shown(method)} is not a method. Pass lw.Full(), lw.Diagonal(), lw.KFAC(), lw.EKFAC(), "
         "lw.ELLA(rank=20, rows=200), lw.OptimalSubspace(rank=20), lw.SubsetOfWeights(size=100), lw.VaLLA(), "

@@ -226,10 +226,12 @@ def _ends(outputs: Tensor, targets: Any) -> Tensor:
     ends = doubled(targets).to(outputs.device)
     wrong = ~(ends[:, 0] <= ends[:, 1]) | (ends[:, 0] == torch.inf) | (ends[:, 1] == -torch.inf)
     if bool(wrong.any()):
-        first = int(wrong.nonzero()[0])
+        first, line = int(wrong.nonzero()[0]), "Pass lower <= upper, and torch.inf for an upper end that is unknown."
+        if bool(((ends == 0) | (ends == 1)).all(0).any()):  # a column of events
+            line = "For (time, event) write torch.stack([time, torch.where(event == 1, time, torch.inf)], 1)."
         raise LapwingError(
             f"Censored: {int(wrong.sum())} of {rows} targets are no interval, the first at index {first}: "
-            f"{ends[first].tolist()}. Pass lower <= upper, without NaN."
+            f"{ends[first].tolist()}. {line}"
         )
     return ends
 

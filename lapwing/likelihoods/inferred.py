@@ -38,6 +38,9 @@ WORSE = 1.2
 WORSE_LABELS = 1.5
 """NLL of training labels, in NLL of equal probabilities, above which they are not the labels of the training."""
 
+HIGHER_RATES = 2.0
+"""Mean of exp(f), in means of the counts, above which outputs f may be rates instead of their logarithms."""
+
 LEAST_SQUARES = 0.5
 """Mean squared residual, in variances of the network, below which its outputs are not log variances."""
 
@@ -53,7 +56,7 @@ def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihoo
     """Returns `Gaussian` for floating-point targets, `Categorical` for integers, and `Bernoulli` for bool.
 
     If the targets of the first batch may be labels, up to 10 000 samples of the next batches decide. Raises if the
-    targets are not a tensor, or are floats that are all 0 or 1, one-hot, or class probabilities.
+    targets are not a tensor, are floats that are all 0 or 1, or are one-hot or class probabilities.
     """
     if not isinstance(targets, Tensor):
         raise LapwingError(
@@ -61,6 +64,8 @@ def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihoo
             "floats for likelihood='gaussian', integers for likelihood='categorical', bool for likelihood='bernoulli'."
         )
     if targets.dtype == torch.bool:
+        if targets.ndim == 2 and targets.shape[1] > 1:
+            _check_not_labels(targets, data)
         return Bernoulli()
     if not targets.is_floating_point():
         return Categorical()
@@ -69,14 +74,14 @@ def inferred_likelihood(targets: Any, data: Iterable[Samples] = ()) -> Likelihoo
 
 
 def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
-    """Raises if floating-point targets are labels; stops at the first batch of real numbers."""
-    binary = rows = True
+    """Raises if floats are labels, or bools are one-hot rows; stops at the first batch of which neither is true."""
+    binary, rows = targets.is_floating_point(), True
     found: set[Any] = set()
     count = 0
     for values in _targets(targets, data):
         if not isinstance(values, Tensor) or values.is_meta:
             return
-        values = values.cpu()
+        values = values.cpu().float() if values.dtype == torch.bool else values.cpu()
         places = {0: values == 0, 1: values == 1, "NaN": values.isnan()}
         binary = binary and bool((places[0] | places[1] | places["NaN"]).all())
         rows = rows and _sums_to_one(values, values.dtype)
@@ -89,9 +94,12 @@ def _check_not_labels(targets: Tensor, data: Iterable[Samples]) -> None:
     dtype = str(targets.dtype).removeprefix("torch.")
     if rows:
         kind = "one-hot rows" if binary else "rows that sum to one, like class probabilities,"
+        numbers, other = "y.argmax(1)", "likelihood='gaussian' for a regression"
+        if targets.dtype == torch.bool:
+            kind, numbers, other = "one-hot rows", "y.long().argmax(1)", "likelihood='bernoulli' for yes-or-no answers"
         raise LapwingError(
-            f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, y.argmax(1), for "
-            "a classification, or pass likelihood='gaussian' for a regression."
+            f"The targets are {kind} of shape {tuple(targets.shape)} in {dtype}. Give class numbers, {numbers}, for a "
+            f"classification, or pass {other}."
         )
     if {0, 1} <= found:  # only zeros, or only ones, decide nothing
         if "NaN" in found:
@@ -167,8 +175,8 @@ def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[st
     if SQUARES in statistics and (ratio := float(statistics[SQUARES] / statistics["weight"])) < LEAST_SQUARES:
         log.warning(
             "The squared residuals are %.2g times the variances of the network, in the mean: HeteroscedasticGaussian "
-            "reads means m and log variances. If the network gives variances v, pass forward=lambda model, inputs: "
-            "torch.cat([m, v.log()], 1).", ratio,
+            "reads means m and log variances. If the network gives variances v or standard deviations s, pass "
+            "forward=lambda model, inputs: torch.cat([m, v.log()], 1), with v = s.square().", ratio,
         )  # fmt: skip
     logits = likelihood.activation is not None and "log_likelihood" in statistics
     if not logits or likelihood.plain is not likelihood:  # weights of the loss change its size
@@ -184,13 +192,21 @@ def warn_of_misreading(likelihood: Likelihood, outputs: int, statistics: dict[st
         )  # fmt: skip
 
 
-def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor]) -> None:
-    """Warns if outputs (B, C) of some samples are not means of their targets. `statistics` are of Gaussian noise."""
+def warn_of_misfit(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, statistics: dict[str, Tensor], which: str = "training"
+) -> None:
+    """Warns if outputs (B, C) are not means of their targets, or not logs of rates.
+
+    `statistics` are of all targets, of Gaussian noise or of counts. `which` is "training" or "held-out" targets.
+    """
+    if "rates" in statistics:
+        _warn_of_rates(doubled(outputs), targets)
+        return
     known, sums = statistics["targets"]
     count = statistics["count"]
     variance = float((statistics["squared_target"] - (sums.square() / known.clamp_min(1)).sum()) / count)
     residual = float(statistics["squared_error"] / count)
-    closer = _closer_function(outputs, targets)
+    closer = _closer_function(outputs, targets) if which == "training" else None
     if closer is not None:
         log.warning(
             "The targets are %s, and %s of the outputs is closer to them than the outputs, which the %s likelihood "
@@ -199,10 +215,25 @@ def warn_of_misfit(likelihood: Likelihood, outputs: Tensor, targets: Tensor, sta
         )  # fmt: skip
     elif float(known.min()) >= MIN_INFERRED and residual > WORSE * variance:
         log.warning(
-            "The network predicts the training targets worse than their mean does: its mean squared residual is %.3g, "
+            "The network predicts the %s targets worse than their mean does: its mean squared residual is %.3g, "
             "and the variance of the targets is %.3g. Pass the targets in the units of the outputs (standardised, for "
-            "example), or the likelihood of the loss that trained the network, such as likelihood='poisson' for logs "
-            "of rates.", residual, variance,
+            "example), %s.", which, residual, variance,
+            "or the likelihood of the loss that trained the network, such as likelihood='poisson' for logs of rates"
+            if which == "training" else "and inputs as in the training",
+        )  # fmt: skip
+
+
+def _warn_of_rates(outputs: Tensor, counts: Tensor) -> None:
+    """Warns if outputs (B, C), of which Poisson takes the exponential, are themselves closer to the counts."""
+    y = aligned_targets("Poisson", outputs, counts).to(outputs)
+    f, y = outputs[~y.isnan()], y[~y.isnan()]
+    rates, mean = float(f.exp().mean()), float(y.mean())
+    nearer = _surely_positive(((y - f.exp()).abs() - (y - f).abs()).sign())
+    if len(y) >= MIN_INFERRED and nearer and rates > HIGHER_RATES * mean:
+        log.warning(
+            "The outputs look like rates instead of their logarithms: the mean of exp(f) is %.3g, and of the counts "
+            "%.3g. If the network was trained for rates, pass forward=lambda model, inputs: "
+            "model(inputs).clamp_min(1e-6).log().", rates, mean,
         )  # fmt: skip
 
 

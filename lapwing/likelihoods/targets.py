@@ -58,6 +58,8 @@ def _outside(labels: Tensor, classes: int, ignored: int | None) -> Tensor:
 def _labels_error(name: str, outputs_shape: torch.Size, labels: Tensor, ignored: int | None) -> LapwingError:
     """Returns the error for labels that `check_labels` refuses."""
     batch, classes = outputs_shape
+    if name == "Ordinal":  # one output fewer than classes
+        outputs_shape = torch.Size((batch, classes - 1))
     shape, dtype = tuple(labels.shape), labels.dtype
     if classes < 2:
         return LapwingError(
@@ -299,6 +301,7 @@ def _range_line(name: str, labels: Tensor, bad: Tensor, classes: int) -> str:
     if ignores and bool((wrong == one).all()) and one != classes:
         ignored = f", or pass `likelihood=lw.Categorical(ignore_index={one})` if that label does not count"
     if low >= 0:
-        line = f"Give the network {high + 1} outputs, `torch.nn.Linear(features, {high + 1})`"
+        needed = high + (name != "Ordinal")
+        line = f"Give the network {needed} outputs, `torch.nn.Linear(features, {needed})`"
         return line + (ignored or ", or correct the labels")
     return f"Drop those rows with `keep = (y >= 0) & (y < {classes}); x, y = x[keep], y[keep]`{ignored}"

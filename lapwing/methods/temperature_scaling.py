@@ -36,6 +36,15 @@ def refined(points: Sequence[float], scores: Sequence[float], at: int) -> float:
     return points[at] + (points[1] - points[0]) * max(-0.5, min(0.5, shift))
 
 
+def warn_of_end(temperature: float, of: str) -> None:
+    """Warns that the best logit temperature is the end of the range."""
+    log.warning(
+        "The best temperature of %s is %.3g, the end of the range. %s", of, temperature,
+        "The outputs hardly differ between the classes: check that the network returns logits." if temperature < 1
+        else "The logits do not predict the classes: check the inputs, the network and the order of the labels.",
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TemperatureScaling(Method):
     """Certain weights, and the logit temperature T > 0 of highest likelihood. Fit it to held-out data.
@@ -81,11 +90,7 @@ class TemperatureScaling(Method):
         at = int(scores.argmax())
         chosen = refined(TEMPERATURE_GRID.tolist(), scores.tolist(), at)
         if at in (0, len(scores) - 1):
-            log.warning(
-                "The best temperature of TemperatureScaling is %.3g, the end of the range. %s", 10**chosen,
-                "The outputs hardly differ between the classes: check that the network returns logits."
-                if at == 0 else "The logits do not predict the classes: check the network and the order of the labels.",
-            )  # fmt: skip
+            warn_of_end(10**chosen, "TemperatureScaling")
         covariance = LowRankPlusDiagonal(problem.tangent.blocks, problem.block_zeros(), problem.block_zeros(0))
         return FitResult(covariance, logit_temperature=10**chosen)
 

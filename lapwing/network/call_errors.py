@@ -94,7 +94,7 @@ def blames_inputs(inputs: Inputs, error: Exception) -> bool:
     said = str(error).lower()
     if isinstance(error, TypeError):  # also from tensors that are read as dicts or tuples
         return any(words in said for words in ("argument", "invalid data type", "indices must be", "subscriptable"))
-    words = ("shape", "size", "type", "dimension", "index", "input", "offset", "numpy() on tensor")
+    words = ("shape", "size", "type", "dimension", "index", "input", "offset", "unpack", "numpy() on tensor")
     return any(word in said for word in words)
 
 
@@ -118,7 +118,10 @@ def of_inputs(model: nn.Module, forward: Forward | None, inputs: Inputs, error: 
         if isinstance(inputs.value, Mapping):
             line = f"{line} Or name the parts of a batch: lw.batches(loader, inputs=..., targets=...)."
         if isinstance(inputs.value, tuple) and len(inputs.value) == 2 == len(leaves):
-            line += " A fit to batches (inputs, targets, weights) needs sample_weights=True; other calls take none."
+            line += (
+                " If the third part of a batch holds weights, a fit needs sample_weights=True. For another third part "
+                "write lw.batches(loader, inputs=lambda batch: batch[0], targets=lambda batch: batch[1])."
+            )
         if "list" in str(error):
             line = f"{line} {LISTS}"
         elif any(inputs.shared):

@@ -48,10 +48,10 @@ class Way(Options, ABC):
 def checked_way(via: Any) -> Way:
     """Returns a way. Raises if it is something else."""
     if not isinstance(via, Way):
-        raise LapwingError(
-            f"via={shown(via)} is not a way through the network. Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or "
-            "lw.Streamlined()."
-        )
+        line = "Write via=lw.Linearized(), lw.MonteCarlo(draws=50) or lw.Streamlined()."
+        if hasattr(via, "shape"):
+            line = "Pass several inputs of one call as one argument: posterior.predict((x, mask)), or a dict."
+        raise LapwingError(f"via={shown(via)} is not a way through the network. {line}")
     return via
 
 

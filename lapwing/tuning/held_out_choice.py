@@ -17,9 +17,10 @@ from ..data.inputs import Samples, checked
 from ..data.progress import tracked
 from ..errors import LapwingError
 from ..likelihoods import Likelihood
+from ..likelihoods.inferred import warn_of_misfit
 from ..methods import DataSummary
 from ..methods.passes import Batch
-from ..methods.temperature_scaling import refined
+from ..methods.temperature_scaling import refined, warn_of_end
 from ..options import Rule
 from ..posterior import Posterior
 from ..prediction.aim import DEFAULT_AIM, Aim
@@ -160,6 +161,8 @@ def _best_point(
         # 5. log10 T of each δ, interpolated at the chosen one
         top = float(tops[which, at]) if exponent is None else _between(exponents, tops[which].tolist(), at, exponent)
         temperature = 10 ** max(top, temperatures[0])
+        if top >= temperatures[-1]:
+            warn_of_end(temperature, "Validation")
         best = replace(best, likelihood=best.likelihood.with_logit_temperature(temperature))
     if heads:
         best = replace(best, likelihood=heads[which * len(row) + at])
@@ -319,9 +322,12 @@ def _sharpened(
 
 def _residual(posterior: Posterior, loader: Iterable[Any]) -> float:
     """Returns the mean squared residual of held-out data, the noise variance at which the search starts."""
-    summary = DataSummary()
+    summary, rows = DataSummary(), dict[str, Any]()
     for samples in checked(map(Samples.of, tracked(loader, "residuals of held-out data")), posterior.tangent.device):
-        summary.add(posterior.likelihood, **Batch.of(posterior.tangent, samples).rows())
+        rows = Batch.of(posterior.tangent, samples).rows()
+        summary.add(posterior.likelihood, **rows)
+    if "targets" in summary.statistics:
+        warn_of_misfit(posterior.likelihood, rows["outputs"], rows["targets"], summary.statistics, "held-out")
     residual = posterior.likelihood.residual_variance(summary.statistics) if summary.samples else None
     if residual is None:
         raise no_batch_error()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lapwing as lw
 from lapwing.data.inputs import Samples
 from lapwing.likelihoods.inferred import MAX_SAMPLES, inferred_likelihood
+from tests.jacobian.test_rows import Function
 from tests.refused import refused
 
 SOFT = torch.tensor([[0.2, 0.8], [0.5, 0.5], [1.0, 0.0]])
@@ -44,6 +46,15 @@ def test_labels_as_floats_are_no_regression(name: str) -> None:
         lw.fit(model, [(x, targets)])
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert lw.fit(model, [(x, targets)], likelihood="gaussian").likelihood.name == "gaussian"
+
+
+def test_one_hot_rows_of_bools_are_no_answers() -> None:
+    x, y = torch.randn(300, 2), torch.eye(3)[torch.arange(300) % 3].bool()
+    model = nn.Linear(2, 3).eval()
+    refused(lambda: lw.fit(model, (x, y)), "one-hot rows … in bool … y.long().argmax(1) … likelihood='bernoulli'")
+    assert lw.fit(model, (x, y), likelihood="bernoulli").likelihood.name == "bernoulli"  # the line that it says
+    y[150, 1] = True  # in the second batch
+    assert lw.fit(model, (x, y)).likelihood.name == "bernoulli"
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -209,6 +220,41 @@ def test_outputs_that_are_no_means_are_warned_of(caplog: pytest.LogCaptureFixtur
             trained.bias.copy_(solution[2:])
         lw.fit(trained, (x, y), tune=None)  # noise, and counts of a network for their means
     assert not caplog.text
+
+
+@pytest.mark.parametrize("level", [0.05, 1.0, 30.0])
+def test_rates_instead_of_their_logarithms_are_warned_of(level: float, caplog: pytest.LogCaptureFixture) -> None:
+    x, logs = torch.randn(1000, 2), nn.Linear(2, 1).eval()
+    with torch.no_grad():
+        logs.bias.fill_(math.log(level))
+        y = torch.poisson(logs(x).exp())
+    lw.fit(logs, (x, y), likelihood="poisson")
+    assert "rates" not in caplog.text
+    rates = nn.Sequential(logs, Function(torch.exp)).eval()
+    lw.fit(rates, (x, y), likelihood="poisson")
+    assert caplog.text.count("look like rates") == 1
+    caplog.clear()
+    lw.fit(rates, (x, y), likelihood="poisson", forward=lambda model, inputs: model(inputs).clamp_min(1e-6).log())
+    assert "rates" not in caplog.text
+
+
+def test_held_out_data_in_other_units_or_another_order_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    x, model = torch.randn(200, 2), nn.Linear(2, 1).eval()
+    y = model(x).detach() + 0.1 * torch.randn(200, 1)
+    train, held_out = (x[:100], y[:100]), (x[100:], y[100:])
+    lw.fit(model, train, validation=held_out)
+    assert "worse" not in caplog.text
+    lw.fit(model, train, validation=(x[100:], 50 * y[100:] + 300))
+    assert "the held-out targets worse than their mean" in caplog.text
+    assert "the training targets worse" not in caplog.text
+    classes = nn.Linear(2, 3).eval()
+    with torch.no_grad():
+        classes.weight.mul_(20)
+    labels = classes(x).detach().argmax(1)
+    for moved, warned in ((0, False), (1, True)):
+        caplog.clear()
+        lw.fit(classes, (x[:100], labels[:100]), validation=(x[100:], (labels[100:] + moved) % 3))
+        assert ("The best temperature of Validation" in caplog.text) == warned
 
 
 def test_labels_that_the_network_was_not_trained_for_are_warned_of(caplog):

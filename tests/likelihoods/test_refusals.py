@@ -143,6 +143,7 @@ REFUSED = [
     *((lambda y=y: fit_intervals(y), words) for y, words in (
         (KNOWN[:, 0], "targets (lower, upper) of shape (80, 2)"), (KNOWN[:, :1], "torch.stack"),
         (KNOWN.flip(1), "are no interval"), (torch.full((80, 2), math.inf), "are no interval"),
+        (torch.stack([torch.arange(80) + 2.0, torch.ones(80)], 1), "For (time, event) write"),
         (KNOWN * NAN, "Pass lower <= upper"))),
     (lambda: lw.Censored(1.0).log_prob(REAL[:, :2], KNOWN[:9]), "one output"),
     *((lambda y=y: fit_intervals(y), "do not determine the noise variance")  # the outputs miss all, or none
