@@ -373,7 +373,28 @@ def test_picked_logits_and_log_softmaxes_keep_their_covariances(name: str, outpu
         assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), outputs, 1e-4)
 
 
-def test_a_joined_pick_in_onnx(tmp_path: Path) -> None:
+class TwoHeads(nn.Module):
+    """Three logits of two layers, and one that is always 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(x).tanh()
+        return torch.cat([self.first(h), 0 * h[:, :1], self.second(h)], 1)[:, [0, 3, 2, 1]]
+
+
+@pytest.mark.parametrize("outputs", ["prediction", "latent", "scores"])
+def test_joined_layers_keep_their_covariances(outputs: Any) -> None:
+    x, params = torch.randn(20, 5), lw.matching("first.*", "second.*")
+    posterior = lw.fit(TwoHeads().eval(), [(x, torch.arange(20) % 4)], lw.KFAC(), params=params, prior_precision=0.1)
+    predictor = lw.deploy(posterior, x, lw.Streamlined(), outputs=outputs)
+    assert_same(predictor(x[:7]), posterior, x[:7], lw.Linearized(), outputs, 1e-4)
+    refused(partial(lw.deploy, posterior, x, lw.Linearized()), "one linear layer at the end … or other calls after")
+
+
+def test_picks_and_a_log_softmax_in_onnx(tmp_path: Path) -> None:
     x = torch.randn(20, 5)
     forward = AFTER["log softmax of some"]
     posterior = lw.fit(

@@ -25,7 +25,7 @@ from ..network.eager import without_compiled
 from ..prediction.streamlined import Streamlined
 from ..prediction.streamlined.graph import Graph, name_of, quiet, read, where
 from ..prediction.streamlined.moments import Moments, mean_of
-from ..prediction.streamlined.operations import operation_of
+from ..prediction.streamlined.operations import Kind, is_a, operation_of
 from ..prediction.streamlined.program import Program, build, keeps_order
 from ..prediction.streamlined.sites import run as run_call
 from ..tangent import Tangent
@@ -80,8 +80,9 @@ def trace(
         else:
             program = _program(tangent, covariance, graph, via, inputs)
             run = StreamlinedRun(program, inputs, wanted, tangent)
-            steps = [step.node.name for step in program.schedule.steps if step.uncertain]
-            if linearised and not (run.complete and program.joint_steps.issuperset(steps)):
+            steps = [step.node for step in program.schedule.steps if step.uncertain]
+            known = run.complete and program.joint_steps.issuperset(map(str, steps))
+            if linearised and (not known or any(is_a(node, Kind.JOIN) for node in steps)):
                 names = [block.name for block in tangent.blocks]
                 raise LapwingError(
                     f"lw.Linearized() deploys the uncertain weights of one linear layer at the end, and "

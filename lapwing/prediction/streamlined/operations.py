@@ -49,6 +49,7 @@ class Kind(Flag):
     """A move that keeps the order of a sample's entries, and so their covariances, if it keeps all of them."""
     PICK = auto()
     """A move of a sample's entries that keeps the dimension of the samples: a selection, or another order."""
+    JOIN = auto()
     PRODUCT = auto()
     """A product of two tensors, which may be part of an attention written by hand."""
     LINEAR = auto()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from ...covariance import Covariance
 from ...covariance.terms import DenseTerm, EigenTerm, Term
@@ -236,6 +237,8 @@ class Program:
     def _with_covariances(self, step: Step, read: dict[str, Value], samples: int) -> Moments | None:
         """Returns the value of a step at the end of the network with covariances, or None if it has none."""
         (name, *_), node = step.uncertain, step.node
+        if is_a(node, Kind.JOIN):
+            return self._joined(node, read)
         source = read[name]
         if isinstance(source, Moments) and source.covariance is not None:
             if step.fused is not None:
@@ -255,6 +258,20 @@ class Program:
             return None
         site = self.sites[node.name]
         return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples, self.way.features)
+
+    def _joined(self, node: fx.Node, read: dict[str, Value]) -> Moments | None:
+        """Returns joined outputs, uncorrelated between parts; None if a part has no covariances."""
+        parts = [read[part.name] for part in node.all_input_nodes]
+        if any(isinstance(part, Moments) and part.covariance is None for part in parts):
+            return None
+        mean = run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
+        count, start, total = mean.shape[1], 0, mean.new_zeros(())
+        for part in parts:
+            end = start + mean_of(part).shape[1]
+            if isinstance(part, Moments):
+                total = total + F.pad(part.covariance, (start, count - end, start, count - end))
+            start = end
+        return Moments.joint(mean, total)
 
     def cast(self, name: str, value: Value) -> Value:
         """Returns a certain value in the dtype of the moments; tensors of the network are converted once."""
@@ -287,28 +304,34 @@ def keeps_order(node: fx.Node) -> bool:
 
 
 def _joint_steps(schedule: Schedule) -> frozenset[str]:
-    """Returns the names of the last linear layer and the steps after it, or none if other calls come after it.
+    """Returns the names of the last linear layers and the steps after them, or none if other calls come after them.
 
-    Only element-wise functions, views, picked entries and log softmaxes may follow it, and each value must have one
-    reader.
+    Only element-wise functions, views, picked entries, log softmaxes and the join of several layers may follow them,
+    and each value must have one reader.
     """
     steps = {step.node.name: step for step in schedule.steps}
     readers = Counter(name for step in schedule.steps for name in step.sources)
-    steps_at_end, name = [], schedule.steps[-1].node.name
-    while name in steps:
-        step, kept = steps[name], [Kind.ORDERED, Kind.PICK]
-        steps_at_end.append(name)
-        if len(shape_of(step.node)) == 2:  # logits (B, C)
-            kept.append(Kind.LOG_SOFTMAX)
-        if step.fused is not None and not step.fused.statistics:
-            name = step.fused.source
-        elif step.uncertain and is_a(step.node, *kept):
-            name = step.uncertain[0]
-        else:
-            return frozenset(steps_at_end) if step.uncertain and is_a(step.node, Kind.LINEAR) else frozenset()
-        if readers[name] > 1:
+    found, names = [], [schedule.steps[-1].node.name]
+    while names:
+        step = steps.get(names.pop())
+        if step is None or not step.uncertain:
             return frozenset()
-    return frozenset()
+        found.append(step.node.name)
+        kept = [Kind.ORDERED, Kind.PICK]
+        if len(shape_of(step.node)) == 2:  # outputs (B, C)
+            kept += [Kind.LOG_SOFTMAX, Kind.JOIN]
+        if step.fused is not None and not step.fused.statistics:
+            sources = [step.fused.source]
+        elif step.fused is None and is_a(step.node, *kept):
+            sources = list(step.uncertain)
+        elif step.fused is None and is_a(step.node, Kind.LINEAR):
+            continue
+        else:
+            return frozenset()
+        if any(readers[name] > 1 for name in sources):
+            return frozenset()
+        names += sources
+    return frozenset(found)
 
 
 def _numbers(step: Step) -> int:

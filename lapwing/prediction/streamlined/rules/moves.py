@@ -186,7 +186,7 @@ _moves(
     "triu.default", "rot90.default", "swapaxes.default", "swapdims.default", "hstack.default", "vstack.default",
     "select_copy.int", "masked_select.default", "adjoint.default", "pad.default", "constant_pad_nd.default",
 )  # fmt: skip
-register_aten(Operation(Kind.OTHER, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
+register_aten(Operation(Kind.JOIN, moved, joined_label), "cat.default", "concat.default", "concatenate.default")
 register_aten(
     Operation(Kind.ELEMENTWISE | Kind.IDENTITY, moved, moved_label, one), "clone.default", "contiguous.default"
 )
