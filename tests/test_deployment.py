@@ -405,6 +405,16 @@ def test_picks_and_a_log_softmax_in_onnx(tmp_path: Path) -> None:
     assert_same(found, posterior, x[:7], lw.Linearized(), "prediction", 1e-4)
 
 
+def test_outputs_that_are_joined_twice_have_no_covariances() -> None:
+    """Their parts are not uncorrelated."""
+    x = torch.randn(20, 5)
+    posterior = lw.fit(
+        mlp(2), (x, torch.arange(20) % 4), params=lw.last_layer, prior_precision=0.1,
+        forward=lambda model, x: torch.cat([model(x)] * 2, 1),
+    )  # fmt: skip
+    refused(partial(lw.deploy, posterior, x, lw.Linearized()), "other calls after that layer")
+
+
 def test_logits_without_covariances_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(20, 5)
     posterior = lw.fit(

@@ -187,7 +187,7 @@ def test_wings_are_imported_only_where_methods_and_public_names_are_listed():
 LINES = {
     "__init__": 91, "environment": 100, "errors": 155, "options": 202, "files": 192, "linalg": 528, "ranks": 205,
     "data": 1354, "jacobian": 2286, "network": 3366, "tangent": 1472, "covariance": 2724, "likelihoods": 5755,
-    "prediction": 5101, "methods": 4711, "running": 574, "posterior": 1907, "tuning": 4322, "fitting": 2670,
+    "prediction": 5103, "methods": 4711, "running": 574, "posterior": 1907, "tuning": 4322, "fitting": 2670,
     "deployment": 1001, "evaluation": 1735, "integrations": 1176, "display": 48, "cli": 247, "__main__": 8,
 }  # fmt: skip
 """The most lines of each room. CONTRIBUTING.md says who may raise a number."""

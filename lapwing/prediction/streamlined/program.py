@@ -260,15 +260,17 @@ class Program:
         return linear_with_covariances(site, arguments_of(node, read, self.dtype), samples, self.way.features)
 
     def _joined(self, node: fx.Node, read: dict[str, Value]) -> Moments | None:
-        """Returns joined outputs, uncorrelated between parts; None if a part has no covariances."""
-        parts = [read[part.name] for part in node.all_input_nodes]
-        if any(isinstance(part, Moments) and part.covariance is None for part in parts):
+        """Returns joined outputs, uncorrelated between parts; None if a part has no covariances, or comes twice."""
+        tensors: Any = node.args[0]
+        parts = [read[tensor.name] for tensor in tensors]
+        unknown = any(isinstance(part, Moments) and part.covariance is None for part in parts)
+        if unknown or len(set(tensors)) < len(parts):
             return None
         mean = run(node, {name: mean_of(value) for name, value in read.items()}, self.dtype)
         count, start, total = mean.shape[1], 0, mean.new_zeros(())
         for part in parts:
             end = start + mean_of(part).shape[1]
-            if isinstance(part, Moments):
+            if isinstance(part, Moments) and part.covariance is not None:
                 total = total + F.pad(part.covariance, (start, count - end, start, count - end))
             start = end
         return Moments.joint(mean, total)
