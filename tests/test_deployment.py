@@ -394,6 +394,20 @@ def test_joined_layers_keep_their_covariances(outputs: Any) -> None:
     refused(partial(lw.deploy, posterior, x, lw.Linearized()), "one linear layer at the end … or other calls after")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_output_of_several_has_its_own_variance(dtype: torch.dtype) -> None:
+    x = torch.randn(20, 5).to(dtype)
+    posterior = lw.fit(
+        mlp(4).to(dtype), [(x, x[:, :1])], lw.KFAC(), params=lw.last_layer, prior_precision=1.0,
+        likelihood=lw.Gaussian(0.1), forward=lambda model, x: model(x)[:, 2:3],
+    )  # fmt: skip
+    predictor = lw.deploy(posterior, x, lw.Linearized(), outputs="latent")
+    for rows in (x[:1], x[:7]):
+        assert_same(
+            predictor(rows), posterior, rows, lw.Linearized(), "latent", 1e-4 if dtype == torch.float32 else 0.02
+        )
+
+
 def test_picks_and_a_log_softmax_in_onnx(tmp_path: Path) -> None:
     x = torch.randn(20, 5)
     forward = AFTER["log softmax of some"]

@@ -56,7 +56,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
             Noise and tails enter only predictions of y: Λ and the evidence keep σ².
 
     Raises:
-        LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it beside `noise="input"`.
+        LapwingError: if `noise_variance` is not positive and finite. `lw.fit` refuses it with `noise="input"`.
 
     Example:
         >>> import torch
@@ -208,7 +208,7 @@ class Gaussian(Likelihood[RegressionPrediction]):
         return max(float(statistics["squared_error"] / statistics["count"]), rounding)
 
     def with_noise_variance(self, noise_variance: float | None) -> Gaussian:
-        """Returns the likelihood at another σ², without the noise that a tuning has fitted beside the present one."""
+        """Returns the likelihood at another σ², without the noise that a tuning has fitted for the present σ²."""
         same = noise_variance == self.noise_variance
         return self if same else replace(self, noise_variance=noise_variance, input_noise=None)
 
